@@ -1,4 +1,4 @@
-"""Folders that every rank of a script makes, and what every rank removes or moves."""
+"""Folders that every rank of a script makes, and files and folders that every rank removes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import shutil
 import stat
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -26,17 +25,15 @@ WRITTEN = "ktrainer.written"  # audit event: rank 0 has written this path
 # What a record of outcomes holds, one byte each.
 _MADE, _EXISTS = b".", b"E"
 _LATE = b"+"  # the folder is there, but rank 0 has still to make it, or has removed it before
-_WAIT_SECONDS = 5.0  # for rank 0 to move something
 _WRAPPERS = ("os", "pathlib", "shutil")  # modules between the caller and these functions
 
 
 def share_folders(marks: Path, rank: int, replaced: Replacements) -> None:
-    """Let ranks make the same folders, and rank 0 alone remove and move files and folders.
+    """Let ranks make the same folders, and rank 0 alone remove files and folders.
 
     Of the script's calls of `os.mkdir`, and thereby `os.makedirs` and `Path.mkdir`, the first rank
     executes each, and the others have the same outcome. `os.remove`, `os.rmdir` and `shutil.rmtree`
-    act on rank 0 alone, so that no slow rank removes what a faster one has made since; and so do
-    `os.rename`, `os.replace`, `shutil.move` and `os.symlink`, for which the others wait.
+    act on rank 0 alone, so that no slow rank removes what a faster one has made since.
 
     Args:
         marks: a folder of the launch, in which ranks record outcomes.
@@ -48,8 +45,6 @@ def share_folders(marks: Path, rank: int, replaced: Replacements) -> None:
         sys.addaudithook(shared.note_files)
         for owner, name in ((os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")):
             replaced.wrap(owner, name, partial(shared.wrap, shared.leave))
-        for owner, name in ((os, "rename"), (os, "replace"), (shutil, "move"), (os, "symlink")):
-            replaced.wrap(owner, name, shared.wrap_move)
 
 
 class _SharedFolders:
@@ -92,36 +87,6 @@ class _SharedFolders:
 
         return called
 
-    def wrap_move(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original`, which moves a path to another one or links them; left to rank 0 where the
-        script calls it."""
-        links = original.__name__ == "symlink"
-
-        @functools.wraps(original)
-        def called(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            relative = any(name.endswith("dir_fd") for name in kwargs)
-            alone = not _by_the_script() or _on_root_alone() or not self._marks.is_dir()
-            if relative or alone:
-                return original(source, target, *args, **kwargs)
-            before, after = (os.path.abspath(os.fsdecode(path)) for path in (source, target))
-            if self._is_own(after if links else before):
-                return original(source, target, *args, **kwargs)
-            if original.__name__ == "move" and os.path.isdir(after):
-                after = os.path.join(after, os.path.basename(before))
-            self._discard(after)
-            if links:
-                _wait_while(lambda: not os.path.lexists(after))
-                return None
-            self._left[before] = there = _identity(before)
-            _wait_while(lambda: there is not None and _identity(before) == there)
-            return after if original.__name__ == "move" else None
-
-        return called
-
-    def _is_own(self, path: str) -> bool:
-        """Return whether `path` is a temporary file of this rank, or in such a folder."""
-        return any(path == own or path.startswith(own + os.sep) for own in self._own)
-
     def note_files(self, event: str, args: tuple[Any, ...]) -> None:
         """Audit hook: a rank's own temporary files are its own to remove, and a file that was left
         to be removed may be written again."""
@@ -138,7 +103,7 @@ class _SharedFolders:
 
     def leave(self, path: str, call: Callable[[], None]) -> None:
         """Leave a removal to rank 0; what has been left counts as removed here."""
-        if self._is_own(path):
+        if any(path == own or path.startswith(own + os.sep) for own in self._own):
             call()
             return
         with self._record(path) as record:
@@ -196,13 +161,6 @@ def _succeeds(make: Callable[[], None]) -> bool:
     except FileExistsError:
         return False
     return True
-
-
-def _wait_while(waits: Callable[[], bool]) -> None:
-    """Wait for rank 0, which may never do what this rank has been asked to do."""
-    end = time.monotonic() + _WAIT_SECONDS
-    while waits() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 def _identity(path: str) -> tuple[int, ...] | None:

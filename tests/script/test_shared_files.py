@@ -84,42 +84,6 @@ def test_a_file_may_be_written_and_removed_again(tmp_path: Path) -> None:
     assert done.stdout.count("RESULT") == 2
 
 
-MOVED = """
-import os, pathlib, shutil, time
-import keras, numpy as np
-from ktrainer import barrier
-late = os.environ["OMPI_COMM_WORLD_RANK"] == "1"
-def weight(path):
-    return float(keras.models.load_model(path).get_weights()[0][0, 0])
-model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-os.mkdir("old")
-seen = []
-for turn, move in enumerate((os.replace, os.rename, shutil.move, pathlib.Path.rename)):
-    model.set_weights([np.full((1, 1), turn), np.zeros(1)])
-    model.save("new.keras")
-    time.sleep(0.3 * (late == turn % 2))  # each rank is the last one in turn
-    if os.path.exists("best.keras"):
-        shutil.move("best.keras", "old")
-        os.remove("old/best.keras")
-    move(pathlib.Path("new.keras"), "best.keras")
-    seen.append(weight("best.keras"))
-    if os.path.lexists("latest"):
-        os.remove("latest")
-    os.symlink("best.keras", "latest")
-    seen.append(weight("best.keras"))
-    barrier()
-print("RESULT", seen, os.path.exists("new.keras"), os.path.lexists("latest"))
-"""
-
-
-def test_what_is_saved_may_be_moved(tmp_path: Path) -> None:
-    (tmp_path / "moved.py").write_text(MOVED)
-    done = run(tmp_path, "-n", 2, "--all-ranks", "moved.py", *TWO, "logging.progress=none")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("RESULT [0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0] False True") == 2
-    assert (tmp_path / "latest").resolve() == tmp_path / "best.keras"
-
-
 def result_of(line: str) -> object:
     return json.loads(line.removeprefix("RESULT "))["record"]
 
