@@ -78,6 +78,9 @@ _REMEDIES = {
     "change.",
     ("builtins.FileExistsError", "File exists"): "every rank makes this folder or file. Give "
     "os.makedirs(path, exist_ok=True), or make it in a function under @ktrainer.rank_zero_only.",
+    ("builtins.FileNotFoundError", " -> "): "every rank runs this line, so another may have moved "
+    "the file already. Move it on one rank, in a function under @ktrainer.rank_zero_only or after "
+    "`if trainer.world.is_root:`, and call ktrainer.barrier() before another rank reads it.",
     ("builtins.EOFError", "EOF when reading a line"): "there is no terminal to read from. Give the "
     "script an argument.",
 }

@@ -188,3 +188,13 @@ def test_an_hdf5_file_of_all_ranks_is_named_with_the_remedy(script: Script, tmp_
     assert done.returncode == 1
     assert "BlockingIOError" in done.stderr
     assert 'trainer.save("NAME.keras")' in done.stderr.splitlines()[-1]
+
+
+def test_a_file_that_another_rank_has_moved_is_named_with_the_remedy(
+    script: Script, tmp_path: Path
+) -> None:
+    (old := tmp_path / "old.txt").touch()
+    done = run("-n", 2, script(f"import os\nos.rename({str(old)!r}, {str(tmp_path / 'new')!r})"))
+    assert done.returncode == 1
+    assert "FileNotFoundError" in done.stderr
+    assert "so another may have moved the file already" in done.stderr.splitlines()[-1]
