@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,8 @@ def _check_call(context: RunContext, state: TrainState, run: str | None) -> str 
     """
     found: tuple[str | None, str | None] = None, None
     if context.world.is_root:
-        found = _other_call(context, state, run)
+        with suppress(Exception):  # `resume` reports what cannot be read, on all ranks
+            found = _other_call(context, state, run)
     other, later = context.world.broadcast(found, 0, "comparison of calls of fit")
     if later is not None:
         raise CheckpointError(f"{other}. {later}")
@@ -105,12 +107,16 @@ def _other_call(
     other = f"this is call {state.fits} of fit in the script, but the checkpoint in {folder} is of "
     other += f"a call that differs from it in {', '.join(names[:4])}"
     for number, path in context.later_fits(state):
-        if (call := _call_of(path)) and not _differences(call, now):
-            here = f"; continue that call with checkpoint.resume={path}" if state.fits == 1 else ""
+        call = _call_of(path)
+        if set(names) <= call.keys() and not _differences(call, now):
+            here = (
+                f"; continue call {number} with checkpoint.resume={path}; if this is call 1, "
+                f"but changed, resume it with checkpoint.resume={folder}"
+            )
             return other, (
                 f"It is what call {number} was before, so the script seems to have skipped a part "
                 "this time, such as one whose result is on the disk. Let it make all of its calls "
-                f"again{here}; or start afresh with another run.dir"
+                f"again{here if state.fits == 1 else ''}; or start afresh with another run.dir"
             )
     return other, None
 

@@ -449,6 +449,36 @@ def test_a_call_with_other_data_resumes_and_says_where_it_trains_nothing(tmp_pat
         assert phases(tmp_path, "other data", trainer__epochs=3)[:2] == first
 
 
+def test_a_call_is_not_taken_for_a_later_one_of_which_less_is_known(tmp_path: Path) -> None:
+    first = phases(tmp_path, "all layers")
+    phases(tmp_path, "all layers", "all layers", health__check_data=False)
+    assert phases(tmp_path, "other data", trainer__epochs=3)[:2] == first
+
+
+def test_a_changed_first_call_resumes_from_the_folder_that_a_refusal_names(tmp_path: Path) -> None:
+    first = phases(tmp_path, "all layers")
+    phases(tmp_path, "all layers", "other data")
+    with pytest.raises(CheckpointError, match=f"resume={tmp_path / 'checkpoints'};"):
+        phases(tmp_path, "other data", trainer__epochs=3)
+    named = {"checkpoint__resume": tmp_path / "checkpoints", "trainer__epochs": 3}
+    assert phases(tmp_path, "other data", **named)[:2] == first
+
+
+def test_a_later_call_whose_folder_cannot_be_read_stops_no_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, entries = phases(tmp_path, "all layers"), Store.entries
+    (unreadable := tmp_path / "checkpoints-2").mkdir()
+
+    def read(store: Store) -> list[Any]:
+        if store.directory == unreadable:
+            raise PermissionError
+        return entries(store)
+
+    monkeypatch.setattr(Store, "entries", read)
+    assert phases(tmp_path, "other data", trainer__epochs=3)[:2] == first
+
+
 def called(words: list[str]) -> tuple[dict[str, list[float]], list[int], list[bytes]]:
     """History, its epochs and the bits of all weights after a `fit` with arguments of Keras."""
     keras.utils.clear_session()
