@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from ktrainer.trainer import Trainer
 
 
-# Sections whose keys only `fit` reads, and what steps read all the same.
+# Sections whose keys `train_on_batch` does not read, and what steps read all the same.
 _OF_FIT = ("run", "trainer", "data", "checkpoint", "lr", "logging", "watch", "health", "callbacks")
 _OF_STEPS = (
     "trainer.precision", "trainer.xla", "trainer.clip", "trainer.loss_scope",
-    "trainer.deterministic", "logging.progress", "logging.tensorflow",
+    "trainer.deterministic", "logging.progress", "logging.tensorflow", "health.verify",
 )  # fmt: skip
 _SHOWN = 8  # keys in one message
 
@@ -143,8 +143,8 @@ class BatchMethods:
             return predict(program, batch, _no_callbacks(model), self.trainer.world)
 
     def _say_what_has_no_effect(self) -> None:
-        """Name, at the first update of a script that has not called `fit`, the keys that only a
-        `fit` reads."""
+        """Name, at the first update of a script that has not called `fit`, the keys that
+        `train_on_batch` does not read."""
         if self._said or self.trainer.state.fits:
             return
         self._said, config = True, self.trainer.config
@@ -154,7 +154,7 @@ class BatchMethods:
             more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
             print(
                 f"ktrainer run: no effect on train_on_batch: {', '.join(keys[:_SHOWN])}{more}. "
-                "Only fit reads these; do it in the script, or let fit train",
+                "It reads none of these; do it in the script, or let fit train",
                 file=sys.stderr,
                 flush=True,
             )

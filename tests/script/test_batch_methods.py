@@ -93,7 +93,7 @@ def test_a_loss_of_the_models_own_is_that_of_the_batch(
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_keys_that_only_fit_reads_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_without_effect_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["logging.progress=none", "trainer.max_steps=3", "health.nan=skip", "trainer.xla=false"]
     for fits, said in ((0, 1), (1, 0)):
         with Trainer(overrides=words) as trainer:
@@ -101,7 +101,7 @@ def test_keys_that_only_fit_reads_are_named_once(capsys: pytest.CaptureFixture[s
             model.compile("sgd")
             for _ in range(2):
                 methods.train_on_batch(model, np.ones((4, 2), "f"))
-        line = "no effect on train_on_batch: trainer.max_steps, health.nan. Only fit reads these"
+        line = "no effect on train_on_batch: trainer.max_steps, health.nan. It reads none of these"
         assert capsys.readouterr().err.count(line) == said
 
 
