@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
-from ktrainer.backends.pipeline.check_supported import refuse_layers
+from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_penalty
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.global_norm import count_over_stages, forget_stages
@@ -175,6 +175,7 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
     )
     with tf.init_scope():
         planned.place((inputs,))
+        refuse_penalty(model)
         refuse_layers(model)
         refuse_shared_statistics(planned)
         refuse_empty_stages(planned)

@@ -125,11 +125,16 @@ def _show_pipeline(
     model: Any, inputs: Any, share: int, config: Config, backend: PipelineConfig, plan: Plan
 ) -> None:
     """Stages, what crosses the cuts, the schedule, and what they come to."""
-    from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_model
+    from ktrainer.backends.pipeline.check_supported import (
+        refuse_layers,
+        refuse_model,
+        refuse_penalty,
+    )
     from ktrainer.backends.pipeline.partition.costs import state_factor
     from ktrainer.backends.pipeline.planning import plan_stages, trace_inference
 
     refuse_model(model, plan.replicas)
+    refuse_penalty(model)
     refuse_layers(model)
     batch, factor = max(1, share // backend.microbatches), state_factor(model.optimizer)
     made = plan_stages(

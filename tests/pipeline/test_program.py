@@ -140,7 +140,7 @@ class _AssignsPlainVariable(layers.Layer):
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (_AssignsPlainVariable, "assigns the tf.Variable 'count:0'.*add_weight"),
+        (_AssignsPlainVariable, "assigns the tf.Variable 'count:0'.*add_weight.*loss_scope=global"),
         (lambda: _AssignsPlainVariable(True), "assigns a tf.Variable .*cond.*add_weight"),
         (
             lambda: layers.SpectralNormalization(layers.Dense(4)),
@@ -179,8 +179,9 @@ def test_side_effects_of_layers_that_nothing_reads_or_that_are_made_of_others() 
 def test_a_penalty_on_the_outputs_of_the_model_itself_is_refused(trainer: Trainer) -> None:
     model = build()
     model.activity_regularizer = keras.regularizers.L2(0.1)
-    with pytest.raises(ModelError, match=r"has an activity_regularizer.*layer that computes"):
-        trainer.fit(model, data())
+    for run in (trainer.evaluate, trainer.fit):
+        with pytest.raises(ModelError, match=r"has an activity_regularizer.*layer that computes"):
+            run(model, data())
 
 
 def test_layers_that_train_otherwise_in_parts_predict_and_evaluate(trainer: Trainer) -> None:

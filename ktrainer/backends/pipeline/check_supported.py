@@ -51,16 +51,11 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
 
 
 def refuse_layers(model: keras.Model) -> None:
-    """Refuse layers that train otherwise on parts of a batch, and a penalty on the model's outputs.
+    """Refuse layers that train otherwise on parts of a batch.
 
     Raises:
         ModelError: naming one.
     """
-    if model.activity_regularizer is not None:
-        raise ModelError(
-            f"model {model.name!r} has an activity_regularizer, but a pipeline counts those of "
-            "layers alone; give it to the layer that computes the outputs"
-        )
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise ModelError(explain_assigned_weight(layer.name))
@@ -69,6 +64,19 @@ def refuse_layers(model: keras.Model) -> None:
                 f"{layer.name!r} computes in float8, with scales from the largest values of a "
                 "whole batch, which a pipeline does not have; use backend=local"
             )
+
+
+def refuse_penalty(model: keras.Model) -> None:
+    """Refuse a model with a penalty on its own outputs: no loss of a pipeline counts it.
+
+    Raises:
+        ModelError: the model has one.
+    """
+    if model.activity_regularizer is not None:
+        raise ModelError(
+            f"model {model.name!r} has an activity_regularizer, but a pipeline counts those of "
+            "layers alone; give it to the layer that computes the outputs"
+        )
 
 
 def explain_assigned_weight(layer: str) -> str:

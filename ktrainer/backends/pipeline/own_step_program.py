@@ -22,7 +22,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_settings
+from ktrainer.backends.pipeline.check_supported import (
+    refuse_layers,
+    refuse_penalty,
+    refuse_settings,
+)
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.program import StageProgram
@@ -115,6 +119,7 @@ class OwnStepProgram(StageProgram, CompiledProgram):
         self._losses: list[Any] = []  # those of the model's last call in the step that is traced
 
     def build(self, spec: Any, training: bool = True) -> None:
+        refuse_penalty(self.model)
         if training:
             refuse_layers(self.model)
         self._place("train" if training else "test", spec)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.check_supported import refuse_layers
+from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_penalty
 from ktrainer.backends.pipeline.placement.moving_averages import held_averages
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.compiled_model import (
@@ -105,6 +105,7 @@ class PipelineProgram(StageProgram):
 
     def build(self, spec: Any, training: bool = True) -> None:
         if self._seen.get(training) is not spec:
+            refuse_penalty(self.model)
             if training:
                 refuse_layers(self.model)
             self._build(spec)

@@ -71,7 +71,8 @@ class CompiledStage:
             raise ModelError(
                 f"code of a layer, loss or metric assigns {self._traced.assigned}, but a pipeline "
                 "keeps only what is assigned to Keras' variables. Make it with "
-                "`self.add_weight(trainable=False)` in a layer, or `self.add_variable` in a metric"
+                "`self.add_weight(trainable=False)` in a layer, or `self.add_variable` in a "
+                "metric; a loss keeps it with trainer.loss_scope=global"
             )
         # Up to this stage; these need not be linear in the gradient of the loss.
         self.has_custom_gradients = custom_gradients_before or self._traced.has_custom_gradients
