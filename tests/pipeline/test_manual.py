@@ -110,6 +110,28 @@ def test_what_is_outside_of_scopes_goes_to_the_default_or_stays_with_its_inputs(
     assert stages_by_scope(graph, 2, default=0) == [0, 0, 0]
 
 
+def test_what_no_output_depends_on_stays_with_its_inputs() -> None:
+    class Probed(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("first", "second", "probe", "end"):
+                setattr(self, name, layers.Dense(4, name=name))
+
+        def call(self, x: Any) -> Any:
+            with partition(0):
+                x = self.first(x)
+            with partition(1):
+                x = self.second(x)
+            self.end(self.probe(x))
+            return x
+
+    graph = trace(Probed(), tf.TensorSpec((None, 4)))
+    stages = [0, 1, 1, 1]
+    assert stages_by_scope(graph, 2) == stages
+    assert stages_by_pattern({0: "first", 1: "second"}, graph) == stages
+    assert stages_by_pattern({0: "first", 1: "second"}, graph, default=0) == stages
+
+
 def test_nothing_of_keras_stays_replaced() -> None:
     def replaced() -> list[Any]:
         layer, variable = keras.layers.Layer, keras.Variable

@@ -1,7 +1,7 @@
 """Stages set by the user: `with partition(i):` scopes in the model's code, or name patterns.
 
-Both give only some of the nodes a stage. The others: nodes without variables stay with what they
-are computed from; nodes with variables go to the default stage.
+Both give only some of the nodes a stage. The others: nodes without variables, and those on which no
+output depends, stay with what they are computed from; nodes with variables go to the default stage.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ktrainer.backends.pipeline.graph.nodes import Graph, Node
+from ktrainer.backends.pipeline.graph.nodes import Graph
 from ktrainer.config.name_patterns import compile_pattern, matches, refuse_unmatched
 from ktrainer.errors import ConfigError
 
@@ -76,7 +76,7 @@ def stages_by_pattern(
     for stage in compiled.keys() - matched:
         refuse_unmatched(patterns[stage], (n.name for n in graph.nodes), f"{_KEY}.{stage}")
     if default is None:
-        _refuse_unmatched(graph.nodes, found)
+        _refuse_unmatched(graph, found)
     return _complete(graph, found, default or 0)
 
 
@@ -108,10 +108,13 @@ def _compiled(patterns: Mapping[int, str], default: int | None) -> dict[int, re.
     }
 
 
-def _refuse_unmatched(nodes: Sequence[Node], found: Sequence[int | None]) -> None:
+def _refuse_unmatched(graph: Graph, found: Sequence[int | None]) -> None:
+    read = _read(graph)
     # A node without inputs is computed from variables alone, where it is used.
     left = [
-        n.name for n, s in zip(nodes, found, strict=True) if s is None and n.variables and n.inputs
+        node.name
+        for node, stage in zip(graph.nodes, found, strict=True)
+        if stage is None and node.variables and node.inputs and node.name in read
     ]
     if left:
         more = f" and {len(left) - 5} more" if len(left) > 5 else ""
@@ -122,12 +125,23 @@ def _refuse_unmatched(nodes: Sequence[Node], found: Sequence[int | None]) -> Non
         )
 
 
+def _read(graph: Graph) -> set[str]:
+    """Names of the nodes that the model's outputs depend on."""
+    needed, names = set(graph.needed_at_the_end), set()
+    for node in reversed(graph.nodes):
+        if needed.intersection(node.outputs):
+            needed.update(node.inputs)
+            names.add(node.name)
+    return names
+
+
 def _complete(graph: Graph, found: Sequence[int | None], default: int | None) -> list[int]:
     """A stage for every node, and a check that none of them sends data backwards.
 
-    Nodes without a stage go to the default one if they have variables and there is a default,
-    and else stay with their inputs.
+    Nodes without a stage go to the default one if they have variables, the outputs depend on them,
+    and there is a default, and else stay with their inputs.
     """
+    read = _read(graph)
     stages: dict[int, int] = {}
     at: dict[int, int] = {}  # tensor -> stage that has it
     for position, (node, stage) in enumerate(zip(graph.nodes, found, strict=True)):
@@ -135,7 +149,8 @@ def _complete(graph: Graph, found: Sequence[int | None], default: int | None) ->
         if stage is None and not node.inputs:
             continue  # computed from variables alone: where it is first used, below
         if stage is None:
-            go = default is not None and (node.variables or not before)
+            has_own_place = node.variables and node.name in read
+            go = default is not None and (has_own_place or not before)
             stage = default or 0 if go else max(before, default=0)
         stages[position] = stage
         at.update(dict.fromkeys(node.outputs, stage))
