@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
+from ktrainer.backends.pipeline.graph.call_recorder import CallRecorder
 from ktrainer.backends.pipeline.graph.nodes import Graph
 from ktrainer.backends.pipeline.graph.trace import trace
 from ktrainer.errors import DataError, ModelError
@@ -342,6 +344,74 @@ def test_a_layer_with_side_effects_is_one_node_in_both_modes() -> None:
         assert reason.startswith(__file__)
     for layer in model.layers:
         assert layer.plain == layer.count == 0
+
+
+def test_a_layer_with_side_effects_in_its_second_call_is_one_node_in_its_first() -> None:
+    class Twice(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = _Adds("counts")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.block(self.block(x, training=False), training=training)
+
+    model, spec = Twice(), tf.TensorSpec((None, 4))
+    training = trace(model, spec)
+    assert [n.name for n in training.nodes] == ["counts", "counts:1"]
+    inference = trace(model, spec, training=False, like=training)
+    assert [n.name for n in inference.nodes] == ["counts", "counts:1"]
+
+
+def test_a_layer_that_returns_nothing() -> None:
+    class Checks(layers.Layer):
+        def call(self, x: Any) -> None:
+            self.add_loss(ops.mean(x))
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.checks, self.dense = Checks(name="checks"), layers.Dense(2, name="dense")
+
+        def call(self, x: Any) -> Any:
+            self.checks(x)
+            return self.dense(x)
+
+    model, x = Model(), _random(3, 4)
+    graph = trace(model, x)
+    assert [(n.name, len(n.outputs)) for n in graph.nodes] == [("checks", 0), ("dense", 1)]
+    np.testing.assert_array_equal(graph.compute(x), model(x))
+
+
+def test_two_threads_trace_at_once() -> None:
+    methods = [keras.layers.Layer.add_loss, keras.Variable.assign, tf.Variable(0.0).assign.__func__]
+    both_in, first_out = threading.Barrier(2), threading.Event()
+
+    class Model(keras.Model):
+        def __init__(self, later: bool) -> None:
+            super().__init__()
+            self.later, self.block = later, _Adds("counts")
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if tracing.is_set():
+                both_in.wait(30)
+                assert not self.later or first_out.wait(30)
+            return self.block(x, training=training)
+
+    def traced(model: Model) -> list[str]:
+        graph = CallRecorder(model, {})
+        graph.record(keras.KerasTensor((None, 4)), True)
+        if not model.later:
+            first_out.set()
+        return [call.node.operation.name for call in graph.calls]
+
+    tracing, models_ = threading.Event(), [Model(False), Model(True)]
+    for model in models_:
+        model(_random(2, 4))
+    tracing.set()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(traced, models_)) == [["counts"]] * 2
+    now = [keras.layers.Layer.add_loss, keras.Variable.assign, tf.Variable(0.0).assign.__func__]
+    assert now == methods
 
 
 def test_other_threads_assign_while_a_model_is_traced() -> None:

@@ -112,6 +112,66 @@ def test_an_untraceable_model_names_the_line_the_reason_and_the_way_out(
     assert "ktrainer.partition(i)" in message
 
 
+def test_a_layer_called_on_what_does_not_depend_on_the_inputs_may_add_no_loss() -> None:
+    class Positions(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = layers.Embedding(6, 1, activity_regularizer="l2", name="positions")
+
+        def call(self, x: Any) -> Any:
+            return x + ops.reshape(self.positions(ops.arange(6)), (1, 6))
+
+    expected = "'positions', which adds a loss, is called on a tensor that does not depend on the"
+    with pytest.raises(ModelError, match=expected):
+        trace(Positions(), tf.TensorSpec((None, 6)))
+
+
+class _CompiledLeaf(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return x * self.scale
+
+
+class _CompiledBlock(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.inner = layers.Dense(4)
+        self.inner.build(shape)
+
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+class _CompiledSine(layers.Layer):
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return tf.sin(x)
+
+
+class _CompiledModel(_Raw):
+    @tf.function
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+@pytest.mark.parametrize("kind", [_CompiledLeaf, _CompiledBlock])
+def test_a_layer_whose_call_is_a_tf_function_is_refused(kind: type[layers.Layer]) -> None:
+    model = keras.Sequential([keras.Input((4,)), kind(name="compiled")])
+    with pytest.raises(ModelError, match=r"'compiled' is a tf\.function.*Remove tf\.function"):
+        trace(model)
+
+
+def test_a_model_whose_call_is_a_tf_function_is_refused_and_a_layer_without_weights_is_not() -> (
+    None
+):
+    with pytest.raises(ModelError, match=r"_CompiledModel .* is a tf\.function"):
+        trace(_CompiledModel(), tf.TensorSpec((None, 4)))
+    trace(keras.Sequential([keras.Input((4,)), _CompiledSine()]))
+
+
 def test_random_numbers_outside_of_layers_are_refused() -> None:
     class Noisy(keras.Model):
         def call(self, x: Any) -> Any:

@@ -22,9 +22,9 @@ def values_of(call: Call) -> list[tf.Tensor]:
 
 def assemble(
     model: Any, inputs: Any, outputs: Any, calls: list[Call], derived: list[Any], training: bool
-) -> tuple[Graph, dict[int, Any]]:
-    """The graph of all layers and of the ops that they or the outputs depend on, and the layer that
-    made each tensor."""
+) -> tuple[Graph, dict[str, Any]]:
+    """The graph of all layers and of the ops that they or the outputs depend on, and the opened
+    layer that called each node, by the node's name."""
     flat_inputs, flat_outputs = keras.tree.flatten(inputs), keras.tree.flatten(outputs)
     values = iter(derived)
     replaced = [[next(values) for _ in values_of(call)] for call in calls]
@@ -79,7 +79,7 @@ class _GraphBuilder:
         self.nodes: list[Node] = []
         self.tensors = [Tensor(i, x.name, x.shape, x.dtype, x.sparse) for i, x in enumerate(inputs)]
         self.ids = {id(x): i for i, x in enumerate(inputs)}
-        self.owners: dict[int, Any] = {}
+        self.owners: dict[str, Any] = {}
         self._taken: dict[str, int] = {}
 
     def add(self, call: Call, replaced: list[Any]) -> None:
@@ -144,13 +144,13 @@ class _GraphBuilder:
         first = len(self.tensors)
         for index, x in enumerate(outputs):
             self.ids.setdefault(id(x), first + index)
-            self.owners[first + index] = call.scope.layer
             label = f"{name}.{index}" if index else name
             dtype = backend.standardize_dtype(x.dtype)
             self.tensors.append(Tensor(first + index, label, tuple(x.shape), dtype))
         made = tuple(range(first, len(self.tensors)))
         node = Node(name=name, outputs=made, stage=call.stage, where=call.where, **rest)
         self.nodes.append(node)
+        self.owners[name] = call.scope.layer
         return node
 
     def _name(self, call: Call, kind: str, separator: str) -> str:

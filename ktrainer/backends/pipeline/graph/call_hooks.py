@@ -1,6 +1,6 @@
 """Hooks on Keras' creation and calls of operations, installed while there is a watcher.
 
-Keras has no events for this, so three functions are replaced while the first watcher is there
+Keras has no events for this, so functions are replaced while the first watcher is there
 and restored when the last one leaves:
 
 | replaced | because |
@@ -8,6 +8,7 @@ and restored when the last one leaves:
 | `Operation.__new__` | a layer or op is created, also as part of another one |
 | `Node.__init__` | every call on symbolic tensors, of a layer or of an op, is recorded here |
 | `Layer.symbolic_call` | here a layer decides to be one node, whatever its `call` does |
+| `Layer.add_loss`, `Variable.assign`, those of `tf.Variable` | side effects, that no node shows |
 
 Watchers belong to the context that entered them: other threads run as if there were none.
 """
@@ -18,13 +19,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import keras
 from keras.src.ops.node import Node
 
 from ktrainer.runtime.monkeypatching import Replacements
+from ktrainer.steps.variable_assignments import assignments
 
 
 class Watcher:
@@ -35,6 +37,9 @@ class Watcher:
 
     def called(self, node: Any) -> None:
         """An operation or layer was called on symbolic tensors."""
+
+    def changing(self, owner: Any) -> None:
+        """A loss is about to be added to a layer, or a value assigned to a variable: `owner`."""
 
     def symbolic_call(
         self, layer: Any, proceed: Callable[[], Any], args: Any, kwargs: dict[str, Any]
@@ -74,6 +79,10 @@ def _enter() -> None:
             _replaced.wrap(keras.Operation, "__new__", _new)
             _replaced.wrap(Node, "__init__", _node)
             _replaced.wrap(keras.layers.Layer, "symbolic_call", _symbolic_call)
+            _replaced.wrap(keras.layers.Layer, "add_loss", _changing)
+            _replaced.wrap(keras.Variable, "assign", _changing)
+            for replacement in assignments(_changing):
+                _replaced.set(*replacement)
 
 
 def _leave() -> None:
@@ -101,6 +110,16 @@ def _node(original: Callable[..., Any]) -> Any:
             watcher.called(node)
 
     return init
+
+
+def _changing(original: Callable[..., Any]) -> Any:
+    @wraps(original, updated=())  # TensorFlow's notes are of the original alone
+    def change(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        for watcher in _watchers.get():
+            watcher.changing(owner)
+        return original(owner, *args, **kwargs)
+
+    return change
 
 
 def _symbolic_call(original: Callable[..., Any]) -> Any:

@@ -16,8 +16,6 @@ from keras.src.ops.function import Function
 from ktrainer.backends.pipeline.graph.call_hooks import Watcher, watching
 from ktrainer.backends.pipeline.graph.stage_scopes import stage_of
 from ktrainer.backends.pipeline.graph.untraceable import SideEffect, location_of, reason_of
-from ktrainer.runtime.monkeypatching import Replacement, entered_in_this_thread, replaced_in
-from ktrainer.steps.variable_assignments import assignments
 
 
 @dataclass(eq=False)
@@ -87,16 +85,20 @@ class CallRecorder(Watcher):
         calls: the recorded calls.
         closed: layers that must stay one node, by `id()`, and why; layers are added that turn
             out not to work on symbolic tensors, or to have side effects, when opened.
+        mixes: whether such a layer was opened in an earlier call, so that it must be recorded
+            again with all calls alike.
     """
 
     def __init__(self, model: Any, closed: dict[int, str]) -> None:
         self.model = model
         self.closed = closed
         self.calls: list[Call] = []
+        self.mixes = False
         self._made: list[Any] = []  # Keras' nodes, to be removed
         self._fresh: dict[int, Any] = {}
         self._scope: Scope | None = None
         self._opened: list[Any] = []
+        self._ever_opened: set[int] = set()
         self._context: dict[int, dict[str, Any]] = {}
         self._inside = False  # a layer that is one node, while Keras infers its outputs
 
@@ -105,11 +107,7 @@ class CallRecorder(Watcher):
         accepts = self.model._call_has_training_arg
         self._scope = Scope(self.model)  # casts of the model's inputs are made before it is opened
         try:
-            with (
-                watching(self),
-                replaced_in(self, self._side_effects()),
-                entered_in_this_thread(self),
-            ):
+            with watching(self):
                 return self.model(inputs, **({"training": training} if accepts else {}))
         finally:
             self._forget()
@@ -134,9 +132,11 @@ class CallRecorder(Watcher):
                 if layer is self.model:
                     raise
                 self.closed[id(layer)] = _why(error)
+                self.mixes |= id(layer) in self._ever_opened
                 del self.calls[mark[0] :], self._opened[mark[1] :]
             else:
                 self._opened.append(layer)
+                self._ever_opened.add(id(layer))
                 return outputs
             finally:
                 self._scope = surrounding
@@ -174,20 +174,10 @@ class CallRecorder(Watcher):
             )
         )
 
-    def _side_effects(self) -> list[Replacement]:
-        """Replacements that raise `SideEffect` where an opened layer adds a loss or assigns."""
-
-        def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-            def effect(owner: Any, *args: Any, **named: Any) -> Any:
-                if not self._inside and not _is_seed(owner):
-                    raise SideEffect(_effect_on(owner))
-                return original(owner, *args, **named)
-
-            return effect
-
-        losses = (keras.layers.Layer, "add_loss", refusing(keras.layers.Layer.add_loss))
-        assigns = (keras.Variable, "assign", refusing(keras.Variable.assign))
-        return [losses, assigns, *assignments(refusing)]
+    def changing(self, owner: Any) -> None:
+        """Raise `SideEffect` where an opened layer adds a loss or assigns."""
+        if not self._inside and not _is_seed(owner):
+            raise SideEffect(_effect_on(owner, self._scope))
 
     def _opens(self, layer: Any) -> bool:
         if id(layer) in self.closed:
@@ -262,9 +252,14 @@ def _is_seed(owner: Any) -> bool:
     return "seed_generator_state" in owner.name
 
 
-def _effect_on(owner: Any) -> str:
+def _effect_on(owner: Any, scope: Scope | None) -> str:
     alone = "which only a layer that stays in one piece can"
     if isinstance(owner, keras.layers.Layer):
+        if scope is not None and owner is not scope.layer:
+            return (
+                f"layer {owner.name!r}, which adds a loss, is called on a tensor that does not "
+                "depend on the model's inputs"
+            )
         return f"it adds a loss, {alone}"
     if isinstance(owner, keras.Variable):
         return f"it assigns the variable {owner.path!r}, {alone}"

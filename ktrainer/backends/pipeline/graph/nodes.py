@@ -111,7 +111,8 @@ class Node:
         # At the top of a graph TensorFlow refuses names that begin with `_`, as a layer's may.
         private = getattr(self.operation, "name", "").startswith("_")
         with scope, tf.name_scope("node") if private else nullcontext():
-            outputs = keras.tree.flatten(self.operation(*args, **{**kwargs, **self.context}))
+            result = self.operation(*args, **{**kwargs, **self.context})
+        outputs = [] if result is None else keras.tree.flatten(result)  # a layer may only check
         if self.carries_mask:
             backend.set_keras_mask(outputs[0], backend.get_keras_mask(tensors[self.inputs[0]]))
         return tuple(outputs)

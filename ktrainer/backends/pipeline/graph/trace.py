@@ -22,7 +22,7 @@ from ktrainer.backends.pipeline.graph.build_graph import assemble, values_of
 from ktrainer.backends.pipeline.graph.call_recorder import Call, CallRecorder
 from ktrainer.backends.pipeline.graph.derived_tensors import find_derived
 from ktrainer.backends.pipeline.graph.nodes import Graph, Node, Ref, Tensor, run_nodes
-from ktrainer.backends.pipeline.graph.untraceable import untraceable
+from ktrainer.backends.pipeline.graph.untraceable import refuse_compiled_call, untraceable
 from ktrainer.errors import KtrainerError, ModelError
 
 _PLACEHOLDER_LENGTH = 8  # works for most models
@@ -45,15 +45,22 @@ def trace(
         like: the graph of the other mode; layers that are closed there are closed here.
 
     Raises:
-        ModelError: the model cannot be traced; names the line of its code that fails.
+        ModelError: the model cannot be traced; names the line of its code that fails, or the layer
+            whose `call` is a `tf.function`.
     """
     inputs = _symbolic_inputs(model, inputs_spec)
+    refuse_compiled_call(model)
     _build(model, inputs, training)
+    for layer in model._flatten_layers():
+        if layer.variables:  # others compute the same
+            refuse_compiled_call(layer)
     closed = {id(n.operation): n.closed for n in (like.nodes if like else ()) if n.closed}
     while True:
         try:
             recorder = CallRecorder(model, closed)
             outputs = recorder.record(inputs, training)
+            if recorder.mixes:
+                continue
         except KtrainerError:
             raise
         except Exception as error:
@@ -65,7 +72,7 @@ def trace(
         except _NodeFailed as failed:
             # An inner layer that fails only when it runs, say on an unknown dimension: keep it
             # closed. Each round closes one more layer.
-            owner = owners[failed.node.outputs[0]]
+            owner = owners[failed.node.name]
             if owner is model:
                 raise untraceable(model, failed.error, failed.node.where) from failed.error
             closed[id(owner)] = f"it cannot be run op by op: {failed.error}"

@@ -70,6 +70,21 @@ def untraceable(model: Any, error: BaseException, where: str | None = None) -> M
     )
 
 
+def refuse_compiled_call(layer: Any) -> None:
+    """Refuse a layer whose `call` is a `tf.function`: it keeps the weights that it first read,
+    which a pipeline replaces in each step.
+
+    Raises:
+        ModelError: it is one.
+    """
+    if isinstance(layer.call, tf.types.experimental.PolymorphicFunction):
+        raise ModelError(
+            f"the `call` of {type(layer).__name__} {layer.name!r} is a tf.function, which keeps "
+            "weights that a pipeline replaces in each step. Remove tf.function from `call`: a "
+            "pipeline compiles its stages itself"
+        )
+
+
 def reason_of(error: BaseException) -> str:
     """Describe in a few words what does not work on symbolic tensors."""
     text = str(error)
