@@ -85,7 +85,18 @@ def _noted() -> Any:
     return model
 
 
-def _held(by_function: bool) -> tuple[int, int, list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _noted_and_built() -> Any:
+    """With slots that have values, as a model that is loaded."""
+    model = _noted()
+    model.optimizer.build(model.trainable_variables)
+    for variable in model.optimizer.variables:
+        variable.assign(np.ones(variable.shape))
+    return model
+
+
+def _held(
+    build: Callable[[], Any], by_function: bool
+) -> tuple[int, int, list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Parameters held here, and in all; the kernels that were made, and those that are held."""
     from ktrainer.steps.remote_variable import is_remote
     from ktrainer.steps.variable_placement import placement_of
@@ -94,7 +105,8 @@ def _held(by_function: bool) -> tuple[int, int, list[tuple[int, ...]], list[tupl
     words = [*pipeline(3, "backend.microbatches=2"), *QUIET]
     with Trainer(overrides=words) as trainer:
         x, y = data_of("plain", 32)
-        trainer.fit(_noted if by_function else _noted(), (x, y))
+        trainer.fit(build if by_function else build(), (x, y))
+        assert int(trainer.model.optimizer.iterations) == 1 + (build is _noted_and_built)
         model, placement = trainer.model, placement_of(trainer.model)
         variables = [*model.variables, *model.optimizer.variables]
         for variable in variables:
@@ -111,9 +123,15 @@ def _held(by_function: bool) -> tuple[int, int, list[tuple[int, ...]], list[tupl
         return *count, list(Noted.made), kernels
 
 
-@pytest.mark.parametrize("by_function", [True, False], ids=["function", "instance"])
-def test_each_process_holds_its_own(ranks: Ranks, by_function: bool) -> None:
-    found = ranks(3).run(_held, by_function)
+@pytest.mark.parametrize(
+    ("build", "by_function"),
+    [(_noted, True), (_noted, False), (_noted_and_built, True)],
+    ids=["function", "instance", "loading function"],
+)
+def test_each_process_holds_its_own(
+    ranks: Ranks, build: Callable[[], Any], by_function: bool
+) -> None:
+    found = ranks(3).run(_held, build, by_function)
     assert sum(held for held, *_ in found) == found[0][1]
     assert all(0 < held < whole for held, whole, *_ in found)
     for _, _, made, held in found:

@@ -86,6 +86,50 @@ def test_a_model_is_trained_on_in_several_fits(trainer: Trainer) -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def _continued() -> keras.Model:
+    """A model with an optimizer's state, as one that was trained and saved has."""
+    model = build(keras.optimizers.Adam(0.01))
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.iterations.assign(100)
+    model.optimizer.learning_rate = 0.001
+    for variable in model.optimizer.variables[2:]:
+        variable.assign(np.full(variable.shape, 0.1))
+    return model
+
+
+def test_the_function_sets_the_state_of_the_optimizer(trainer: Trainer) -> None:
+    with make({}) as plain:
+        for it in (trainer, plain):
+            it.fit(_continued, data())
+        found, expected = (
+            [*it.model.weights, *it.model.optimizer.variables] for it in (trainer, plain)
+        )
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_function_assigns_to_variables_that_it_has_not_made(trainer: Trainer) -> None:
+    counter = keras.Variable(0, dtype="int32")
+
+    def counted() -> keras.Model:
+        counter.assign_add(1)
+        return build()
+
+    trainer.fit(counted, data())
+    assert int(counter.numpy()) == 1
+
+
+@pytest.mark.parametrize("how", ["fit", "train_on_batch", "evaluate"])
+def test_a_function_that_trains_is_refused(trainer: Trainer, how: str) -> None:
+    def trained() -> keras.Model:
+        model = build()
+        getattr(model, how)(*data(8))
+        return model
+
+    with pytest.raises(ModelError, match=r"also trains or evaluates it.*Train before"):
+        trainer.fit(trained, data())
+
+
 def test_a_model_compiled_again_or_unfrozen_is_refused(trainer: Trainer) -> None:
     model = build()
     trainer.fit(model, data())

@@ -8,38 +8,96 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
 
 # Keras' names for what it keeps for each thread.
 _WAITING = "uninitialized_variables"
 _SCOPE = "stateless_scope"
+_TRAINS = (
+    "the function that builds the model also trains or evaluates it, but under a pipeline its "
+    "weights get their values later, each in the process of its stage: there the function only "
+    "builds and loads. Train before, and pass the model, or a function that loads it."
+)
 
-# What a model's building function has assigned to its variables, such as loaded weights.
+# What a model's building function has assigned to variables that have no values yet, such as loaded
+# weights.
 _assigned: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()
 
 
+class _Scope(keras.StatelessScope):
+    """Also remembers the variables that were assigned."""
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+        self._updated: dict[int, Any] = {}
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        super().add_update(update)
+        self._updated[id(update[0])] = update[0]
+
+    @property
+    def updates(self) -> list[tuple[Any, Any]]:
+        """Each variable that was assigned, and its value."""
+        return [(v, self.get_current_value(v)) for v in self._updated.values()]
+
+
 def build_deferred(build: Callable[[], Any]) -> Any:
-    """The model that `build` makes, its weights without values.
+    """The model that `build` makes, its weights and its optimizer's slots without values.
 
     Initial values depend on an initializer's own seed alone, so those made later, or in another
     process, are the ones that would have been made now. Variables that are made from a value,
-    such as an optimizer's learning rate, have it at once.
+    such as an optimizer's learning rate, have it at once, and what `build` assigned to them.
+
+    Raises:
+        ModelError: `build` trains or evaluates.
     """
     with deferred() as scope:
-        model = build()
-    if not isinstance(model, keras.Model):
-        return model  # the Trainer raises an error
-    found = [(v, scope.get_current_value(v)) for v in model.variables]
-    _assigned[model] = {id(v): value for v, value in found if value is not None}
-    weights = {id(v) for v in model.variables}
-    for variable in list(global_state.get_global_attribute(_WAITING) or []):
-        if id(variable) not in weights and variable._value is None:
-            _make(variable, {})  # a metric's states, for one
-    _forget_waiting()
+        model = _built(build, scope)
+    deferrable = {id(v) for v in _placed_variables(model)}
+    if any(tf.is_symbolic_tensor(x) and id(v) in deferrable for v, x in scope.updates):
+        raise ModelError(_TRAINS)
+    # Others are seeds that functions drew from while they were traced.
+    updates = [(v, x) for v, x in scope.updates if not tf.is_symbolic_tensor(x)]
+    _assign_now(updates, deferrable)
+    if isinstance(model, keras.Model):  # else the Trainer raises an error
+        _assigned[model] = {id(v): value for v, value in updates if v._value is None}
     return model
+
+
+def _built(build: Callable[[], Any], scope: _Scope) -> Any:
+    try:
+        return build()
+    except Exception as error:
+        # A compiled step has assigned its tensors, or a gradient found weights without values.
+        no_values = isinstance(error, AttributeError) and error.name == "handle"
+        if no_values or any(tf.is_symbolic_tensor(value) for _, value in scope.updates):
+            raise ModelError(_TRAINS) from error
+        raise
+
+
+def _placed_variables(model: Any) -> list[Any]:
+    """The variables that `make_values` makes, where they are held."""
+    if not isinstance(model, keras.Model):
+        return []
+    return [*model.variables, *getattr(getattr(model, "optimizer", None), "variables", ())]
+
+
+def _assign_now(updates: list[tuple[Any, Any]], deferred: Collection[int]) -> None:
+    """Assign to variables that have values, and make the others but for those in `deferred`."""
+    for variable, value in updates:
+        if variable._value is not None:
+            variable.assign(value)
+    values = {id(v): value for v, value in updates}
+    for variable in list(global_state.get_global_attribute(_WAITING) or []):
+        if id(variable) not in deferred and variable._value is None:
+            _make(variable, values)  # a metric's states, for one
+    _forget_waiting()
 
 
 @contextmanager
@@ -57,8 +115,10 @@ def deferred() -> Iterator[Any]:
             (keras.Variable, "__init__", init),
             # Optimizers know variables by their values otherwise; see `know_by_value`.
             (TFOptimizer, "_var_key", lambda self, variable: id(variable)),
+            # TensorFlow's would make the value of the weight, to put the slot on its device.
+            (TFOptimizer, "add_variable_from_reference", BaseOptimizer.add_variable_from_reference),
         ),
-        keras.StatelessScope(initialize_variables=False) as scope,
+        _Scope() as scope,
     ):
         yield scope
 

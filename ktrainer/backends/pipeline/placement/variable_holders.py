@@ -67,11 +67,7 @@ def optimizer_of(model: Any) -> Any:
 
 @contextmanager
 def _watch_slots(belongs: dict[int, Any]) -> Iterator[None]:
-    """Record which weight each slot belongs to.
-
-    TensorFlow's own method would make the value of the weight, to put the slot on its device;
-    values of the variables held here are made later.
-    """
+    """Record which weight each slot belongs to; inside of `deferred`."""
     original = BaseOptimizer.add_variable_from_reference
 
     def add(self: Any, reference_variable: Any, *args: Any, **kwargs: Any) -> Any:
