@@ -364,6 +364,9 @@ tensorflow.python.eager.record
         pipeline: called; tensors that a tape does not know
     should_record_backprop(tensors)
         pipeline: called; whether a gradient of a model's inputs is asked for
+tensorflow.python.framework.random_seed
+    _graph_to_seed_dict
+        steps: changed; stages of a pipeline draw different numbers by tf.random
 tensorflow.python.eager.context
     context()
         steps, runtime, data, verify, tf_distribute: called; operations, seeds, the cluster

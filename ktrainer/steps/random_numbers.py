@@ -1,7 +1,8 @@
 """Random numbers of a step on one of several ranks, whose generators have equal states.
 
 Ranks, and replicas, must not draw the same numbers for their examples, which would share masks and
-noise. Rank 0 draws those of one process. Replacements for functions of Keras and TensorFlow; see
+noise; nor must layers on different stages of a pipeline. Rank 0 draws those of one process, on
+stage 0. Replacements for functions of Keras and TensorFlow; see
 `steps.keras_patches`.
 """
 
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import random_seed
 
 from ktrainer.steps.step_context import StepContext
 
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
+_STAGE_STRIDE = 0x45D9F3B5  # added to the other half of a seed than ranks' offsets
+_OPS_OF_STAGE = 4096  # the seeds of a stage's operations, which TensorFlow counts
 _SEEDS = 2**31 - 1  # TensorFlow takes the seeds of operations modulo this
 
 
@@ -23,13 +27,22 @@ def next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
 
     def next_of_rank(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
-        if isinstance(context.rank, int) and context.rank == 0:
+        stage = context.stage if id(self.state) in context.shared_seeds else 0
+        if isinstance(context.rank, int) and context.rank == 0 and not stage:
             return seed
         # int32 products are those modulo 2**32, for a rank that is a tensor too.
         offset = tf.cast(context.rank, tf.int32) * tf.constant(_RANK_STRIDE, tf.int32)
-        return seed + tf.cast(tf.stack([offset, 0]), seed.dtype)
+        # Keras takes seeds modulo 2**31 - 2.
+        of_stage = stage * _STAGE_STRIDE % (2**31 - 2)
+        return seed + tf.cast(tf.stack([offset, of_stage]), seed.dtype)
 
     return next_of_rank
+
+
+def count_seeds_from(stage: int) -> None:
+    """Give the operations of `tf.random` that follow in this graph, without a seed of their own,
+    other seeds than those of other stages."""
+    random_seed._graph_to_seed_dict[tf.compat.v1.get_default_graph()] = stage * _OPS_OF_STAGE
 
 
 def draw_of_shape(context: StepContext, original: Callable[..., Any]) -> Any:

@@ -72,6 +72,9 @@ class StepContext(TracedContext):
         collectives: sums over ranks; None in one process.
         rank: this process's number; other ranks than 0 draw other random numbers. An int32 scalar
             where replicas learn their numbers only when the step runs.
+        stage: the number of this stage of a pipeline: other stages than 0 draw other random numbers
+            from generators that several stages draw from.
+        shared_seeds: `id()` of the states of those generators.
         uniform: whether all batch dimensions but the first are static, so that every
             denominator that counts elements is proportional to the number of examples.
         hooks: functions of (gradients, variables), applied once gradients are reduced.
@@ -123,6 +126,8 @@ class StepContext(TracedContext):
     weight: tf.Tensor
     collectives: GradientCollectives | None = None
     rank: int | tf.Tensor = 0
+    stage: int = 0
+    shared_seeds: Collection[int] = frozenset()
     uniform: bool = True
     hooks: tuple[GradientHook, ...] = ()
     gradient_weight: tf.Tensor | None = None

@@ -98,7 +98,7 @@ def test_dropout_repeats_in_every_run(ranks: Callable[..., Any]) -> None:
         }
 
 
-def _masks() -> list[bytes]:
+def _masks(source: str) -> list[bytes]:
     """What a layer with dropout keeps in each microbatch of this process's copy."""
     import keras
     import tensorflow as tf
@@ -111,14 +111,28 @@ def _masks() -> list[bytes]:
         seen.append((kept.numpy() > 0).tobytes())
         return kept
 
-    class Noted(keras.layers.Dropout):
+    shared = keras.random.SeedGenerator(1)
+
+    class Noted(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            own = keras.random.SeedGenerator() if source == "its own generator" else None
+            self.seeds = shared if source == "a shared generator" else own
+
+        def compute_output_shape(self, shape: Any) -> Any:
+            return shape
+
         def call(self, x: Any, training: bool = False) -> Any:
-            kept = super().call(keras.ops.ones_like(x), training=training)
+            ones = keras.ops.ones_like(x)
+            if source == "tf.random":
+                kept = tf.cast(tf.random.uniform(tf.shape(x)) > 0.5, x.dtype)
+            else:
+                kept = keras.random.dropout(ones, 0.5, seed=self.seeds)
             kept = tf.ensure_shape(tf.py_function(note, [kept], x.dtype), x.shape)
             return x * tf.stop_gradient(kept)
 
     def build() -> Any:
-        stack = [Noted(0.5), keras.layers.Dense(6), Noted(0.5), keras.layers.Dense(3)]
+        stack = [Noted(), keras.layers.Dense(6), Noted(), keras.layers.Dense(3)]
         model = keras.Sequential([keras.Input((6,)), *stack])
         model.compile("sgd", "mse")
         return model
@@ -127,16 +141,21 @@ def _masks() -> list[bytes]:
     words = pipeline(2, "backend.microbatches=2", stages, "data.batch_size=16")
     quiet = ("trainer.max_steps=2", "logging.progress=none", "logging.csv=false")
     with Trainer(overrides=[*words, *quiet]) as trainer:
+        keras.utils.set_random_seed(1)
         trainer.fit(build, (np.zeros((32, 6)), np.zeros((32, 3))))
     return seen
 
 
+@pytest.mark.parametrize(
+    "source", ["its own generator", "the global generator", "a shared generator", "tf.random"]
+)
 def test_stages_copies_and_microbatches_draw_masks_of_their_own(
-    ranks: Callable[..., Any],
+    ranks: Callable[..., Any], source: str
 ) -> None:
-    found = ranks(4).run(_masks)
-    assert list(map(len, found)) == [4] * 4
-    assert len(set().union(*found)) == 16
+    processes = 2 if source == "tf.random" else 4  # of TensorFlow's, one copy alone
+    found = ranks(processes).run(_masks, source)
+    assert list(map(len, found)) == [4] * processes
+    assert len(set().union(*found)) == 4 * processes
 
 
 def test_gradients_between_copies_in_half_precision(ranks: Callable[..., Any]) -> None:

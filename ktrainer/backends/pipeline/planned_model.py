@@ -30,7 +30,7 @@ from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import DataError, ModelError
 from ktrainer.steps.loss_scope import explain_coupled_call
 from ktrainer.steps.remote_variable import zeros_if_remote
-from ktrainer.steps.step_helpers import has_own_steps
+from ktrainer.steps.step_helpers import global_seed, has_own_steps
 from ktrainer.steps.variable_placement import Placement
 
 PLANNED = "_ktrainer_planned"  # attribute of a model that was cut: its `PlannedModel`
@@ -141,6 +141,7 @@ class PlannedModel:
             self._trace_again(inputs)
             return
         model = self.model
+        global_seed()  # else a trace would make it, without a value
         # Others are checked by `health.verify`, which computes with their weights.
         has_weights = model.built and all(v._value is not None for v in model.variables)
         with deferred():

@@ -128,9 +128,18 @@ class CompiledModel:
             scalars=[tf.TensorSpec([], tf.float64)] * 2,
             denominators=[tf.TensorSpec([count], tf.float64)] * bool(count),
         )
-        settings, uniform = self.settings, self.uniform
+        several = [v for v in stage.non_trainable if len(self.planned.holders.get(id(v), ())) > 1]
         return CompiledStage(
-            stage, mode, settings, state, arguments, data, adds, custom_gradients, uniform
+            stage,
+            mode,
+            self.settings,
+            state,
+            arguments,
+            data,
+            adds,
+            custom_gradients,
+            self.uniform,
+            shared_seeds={id(v) for v in [self._seed.state, *several]},
         )
 
     def _received_specs(

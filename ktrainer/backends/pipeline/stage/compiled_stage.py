@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -26,6 +26,7 @@ from ktrainer.distributed.collectives import widened
 from ktrainer.errors import ModelError
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
+from ktrainer.steps.random_numbers import count_seeds_from
 from ktrainer.steps.step_context import StepContext
 
 
@@ -42,6 +43,7 @@ class CompiledStage:
         added_before: whether layers of earlier stages have added losses.
         custom_gradients_before: whether earlier stages have custom gradients.
         uniform: whether all data has the same shapes but for the first dimension.
+        shared_seeds: `id()` of seeds that stages of several processes draw from.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class CompiledStage:
         added_before: bool = False,
         custom_gradients_before: bool = False,
         uniform: bool = True,
+        shared_seeds: Collection[int] = frozenset(),
     ) -> None:
-        self._uniform = uniform
+        self._uniform, self._shared_seeds = uniform, shared_seeds
         self.stage, self.mode, self.settings = stage, mode, settings
         self.adds = added_before  # whether layers up to this stage have added losses
         self.state, self.specs, self._data = list(state), specs, data
@@ -182,6 +185,7 @@ class CompiledStage:
     # -- tracing
 
     def _trace(self, values: list[tf.Tensor]) -> list[tf.Tensor]:
+        count_seeds_from(self.stage.index)
         given = self.specs.like(values)
         stage, training = self.stage, self.mode == "train"
         variables = [*stage.trainable, *self.state]
@@ -213,6 +217,8 @@ class CompiledStage:
         context = StepContext(
             given.scalars[0],
             rank=self.settings.replica,
+            stage=self.stage.index,
+            shared_seeds=self._shared_seeds,
             uniform=self._uniform,
             denominators=tf.unstack(given.denominators[0]) if given.denominators else [],
             split=self.settings.split and self.mode != "predict",
