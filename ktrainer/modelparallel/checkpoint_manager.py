@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class CheckpointManager:
         self._checkpoint, self._keep = checkpoint, max_to_keep
         self._directory, self._prefix = Path(directory), checkpoint_name
         self._pending: _Arrays | None = None
+        self._restored: list[Any] = []  # variables that have their values already
         self._hooked_for: Any = None  # whose hooks end with it
         self._objects()
 
@@ -123,7 +124,8 @@ class CheckpointManager:
         """Read a checkpoint; return its path, None if there is none yet.
 
         Before the first step, the variables of a model that is not cut yet get their values when
-        it is.
+        it is, and so do an optimizer's slots. What exists already gets its value at once, such as
+        the learning rate, and may be changed afterwards.
 
         Args:
             save_path: one of `checkpoints`; None: the newest one.
@@ -155,10 +157,7 @@ class CheckpointManager:
                 "their first steps: a checkpoint of several is restored once all of them are. Make "
                 "a CheckpointManager for each model to restore before the first step."
             )
-        for name, each in self._objects().items():
-            if isinstance(each, (tf.Variable, keras.Variable)) and name in arrays:
-                each.assign(arrays[name])
-        self._pending = arrays
+        self._pending, self._restored = arrays, self._assign_existing(arrays)
         if self._hooked_for is not current():
             self._hooked_for = current()
             register_post_partition_hook(self._assign_pending)
@@ -172,10 +171,27 @@ class CheckpointManager:
         if self._pending is None or self._uncut():
             return
         arrays, self._pending = self._pending, None
-        _raise_all(current().mp.allgather(self._assign(arrays), "smp: restore"))
+        error = self._assign(arrays, self._restored)
+        self._restored = []
+        _raise_all(current().mp.allgather(error, "smp: restore"))
 
-    def _assign(self, arrays: _Arrays) -> str | None:
-        """Give variables the values of a checkpoint; return why that cannot be, all or none."""
+    def _assign_existing(self, arrays: _Arrays) -> list[Any]:
+        """Give the variables that there are before the model is cut their values; return them."""
+        found: dict[str, Any] = {}
+        for name, each in self._objects().items():
+            if isinstance(each, (tf.Variable, keras.Variable)):
+                found[name] = each
+            elif isinstance(each, keras.optimizers.Optimizer) and not each.built:
+                found.update(_of_optimizer(name, each, {}))
+        # What does not fit is an error once all variables are known.
+        fits = {n: v for n, v in found.items() if n in arrays and v.shape == arrays[n].shape}
+        for name, variable in fits.items():
+            variable.assign(arrays[name])
+        return list(fits.values())
+
+    def _assign(self, arrays: _Arrays, restored: Sequence[Any] = ()) -> str | None:
+        """Give variables the values of a checkpoint, but for those `restored` before; return why
+        that cannot be, on all stages, and then none has changed."""
         models = [x for x in self._objects().values() if isinstance(x, keras.Model)]
         for key, each in self._objects().items():
             has_slots = any(name.startswith(f"{key}/slots/") for name in arrays)
@@ -192,13 +208,17 @@ class CheckpointManager:
             for name, variable in variables.items()
             if name in arrays and tuple(variable.shape) != arrays[name].shape
         ]
+        parts = current().mp.allgather(wrong, "smp: restore")
+        wrong = list(dict.fromkeys(text for part in parts for text in part))
         if missing or extra or wrong:
             texts = [f"it has no {', '.join(missing)}"] if missing else []
             texts += [f"it has {', '.join(extra)}, which are not here"] if extra else []
             texts += [f"it has {', '.join(wrong)}"] if wrong else []
             return f"the checkpoint does not fit the objects: {'; '.join(texts)}"
+        known = set(map(id, restored))
         for name, variable in variables.items():
-            variable.assign(arrays[name])
+            if id(variable) not in known:
+                variable.assign(arrays[name])
         return None
 
     def _write(self, path: Path, arrays: _Arrays) -> str | None:

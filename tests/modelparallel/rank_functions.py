@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +142,67 @@ def train(folder: str, stop: int | None, save: int | None, partitions: int = 2) 
         }
     finally:
         smp.shutdown()
+
+
+def set_after_restoring(folder: str) -> dict[str, Any]:
+    """A step and a checkpoint; then a loop that restores it, and sets the rate and the step; then
+    one with a larger last layer, which it does not fit."""
+    from tests.dataparallel.helpers import caught
+
+    with _small_loop(folder, 1) as (run, manager, _, _):
+        run()
+        manager.save()
+    with _small_loop(folder, 1) as (run, manager, optimizer, step):
+        manager.restore()
+        restored = float(optimizer.learning_rate), int(optimizer.iterations), int(step)
+        optimizer.learning_rate = 0.5
+        step.assign_add(1)
+        run()
+        after = float(optimizer.learning_rate), int(optimizer.iterations), int(step)
+    with _small_loop(folder, 2) as (run, manager, optimizer, step):
+        model = run()
+        before = weights(model)
+        said = caught(manager.restore)
+        same = all((value == before[name]).all() for name, value in weights(model).items())
+    return {"restored": restored, "after": after, "said": said, "same": same}
+
+
+@contextmanager
+def _small_loop(folder: str, units: int) -> Iterator[tuple[Any, ...]]:
+    """A function that makes a step and returns the model; its checkpoints, optimizer and step."""
+    import keras
+    import tensorflow as tf
+
+    with started(partitions=2, microbatches=2) as smp:
+        keras.utils.clear_session()
+
+        class Net(smp.DistributedModel):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__(name="net")
+                self.first = keras.layers.Dense(4, name="first")
+                self.second = keras.layers.Dense(units, name="second")
+
+            def call(self, x: Any) -> Any:
+                return self.second(self.first(x))
+
+        model, optimizer = Net(), keras.optimizers.Adam(0.01, name="adam")
+        step = tf.Variable(0)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer, step=step)
+
+        @smp.step
+        def gradients(x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, model(x, training=True))
+            return tape.gradient(loss, model.trainable_variables)
+
+        def run() -> Any:
+            x, y = (tf.constant(each[0]) for each in data())
+            found = [g.accumulate() for g in gradients(x, y)]
+            optimizer.apply_gradients(zip(found, model.trainable_variables, strict=True))
+            step.assign_add(1)
+            return model
+
+        yield run, smp.CheckpointManager(checkpoint, folder), optimizer, step
 
 
 def numbered(folder: str, numbers: list[int | None]) -> dict[str, Any]:

@@ -31,6 +31,17 @@ def test_a_resumed_loop_is_the_undisturbed_one(ranks: Callable[..., Ranks], tmp_
         assert {name for each in found for name in each["weights"]} == set(whole)
 
 
+def test_what_a_script_sets_after_a_restore_stays(
+    ranks: Callable[..., Ranks], tmp_path: Path
+) -> None:
+    """And a checkpoint that does not fit one stage changes no other."""
+    for found in ranks(2).run(rank_functions.set_after_restoring, str(tmp_path)):
+        assert found["restored"] == (0.01, 1, 1)
+        assert found["after"] == (0.5, 2, 3)
+        assert "model/net/second/kernel [4, 1] instead of [4, 2]" in found["said"]
+        assert found["same"]
+
+
 def test_the_checkpoint_just_saved_is_kept(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     """In a folder with higher numbers, of an earlier run."""
     for found in ranks(1).run(rank_functions.numbered, str(tmp_path), [800, 900, 100, 50, None]):
