@@ -130,6 +130,18 @@ def test_a_function_that_trains_is_refused(trainer: Trainer, how: str) -> None:
         trainer.fit(trained, data())
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="an older Keras")
+@pytest.mark.parametrize("name", ["ScheduleFreeAdamW", "MultiOptimizer"])
+def test_optimizers_whose_state_cannot_be_placed_are_refused(trainer: Trainer, name: str) -> None:
+    kinds = keras.optimizers
+    arguments = (kinds.OptimizerMap(kinds.SGD()),) if name == "MultiOptimizer" else ()
+    optimizer = getattr(kinds, name)(*arguments)
+    with pytest.raises(ModelError, match=f"{name} is not supported.*backend=data_parallel"):
+        trainer.fit(build(optimizer), data())
+    with pytest.raises(ModelError, match=f"{name} is not supported"):
+        trainer.fit(lambda: build(getattr(kinds, name)(*arguments)), data())
+
+
 def test_a_model_compiled_again_or_unfrozen_is_refused(trainer: Trainer) -> None:
     model = build()
     trainer.fit(model, data())

@@ -16,6 +16,8 @@ from ktrainer.steps import StepOptions
 from ktrainer.steps.optimizers import optimizers_of
 
 _WHOLE_MODEL = ("BackupAndRestore", "OrbaxCheckpoint")
+# One's slots begin with the values of all weights, the other's belong to optimizers inside of it.
+_UNPLACEABLE = ("ScheduleFreeAdamW", "MultiOptimizer")
 
 
 def refuse_model(model: keras.Model, replicas: int) -> None:
@@ -23,7 +25,8 @@ def refuse_model(model: keras.Model, replicas: int) -> None:
 
     Raises:
         ModelError: it runs eagerly, synchronizes replicas in the forward pass, its optimizer
-            accumulates gradients, or its own `train_step` has several.
+            accumulates gradients or has slots that cannot be placed, or its own `train_step` has
+            several.
     """
     if model.compiled and model.run_eagerly:
         raise ModelError(
@@ -131,6 +134,14 @@ def refuse_callbacks(callbacks: Iterable[Any]) -> None:
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
+    every = keras.optimizers
+    kinds = tuple(getattr(every, name) for name in _UNPLACEABLE if hasattr(every, name))
+    if isinstance(optimizer, kinds):
+        raise ModelError(
+            f"{type(optimizer).__name__} is not supported in a pipeline, where each process keeps "
+            "the optimizer's state of its own stage alone, which this one does not allow. Use "
+            "another optimizer, or train with backend=data_parallel."
+        )
     if optimizer.gradient_accumulation_steps:
         raise ModelError(
             f"{type(optimizer).__name__}(gradient_accumulation_steps=...) is not supported in a "
