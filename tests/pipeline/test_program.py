@@ -430,6 +430,49 @@ def test_recomputation_keeps_what_a_stage_is_given_alone(schedule: str) -> None:
     assert kept[True] == [0] * 4
 
 
+class _Generated(layers.Layer):
+    """Noise from a generator of TensorFlow's, in a function or a condition."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__(name="generated")
+        self.inside, self.generator = inside, tf.random.Generator.from_seed(1)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        def noise() -> Any:
+            return self.generator.normal(tf.shape(inputs))
+
+        return inputs * (tf.cond(inputs[0, 0] > 0, noise, noise) if self.inside else noise())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_recomputing_draws_of_a_generator_is_refused(inside: bool) -> None:
+    words = {**PIPELINE["backend"], "recompute": True}
+    with (
+        make({"backend": words}) as it,
+        pytest.raises(ModelError, match=r"'generated.*/.*tf\.random\.Generator.*recompute=false"),
+    ):
+        it.fit(build(layer=_Generated(inside)), data(16))
+
+
+class _Scaled(layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        return self.factor * tf.random.normal(tf.shape(inputs))
+
+
+def test_recomputed_draws_of_tf_random_are_those_of_the_forward_pass() -> None:
+    """The gradient of a factor of 1 is then the loss."""
+    words = {**PIPELINE["backend"], "recompute": True, "microbatches": 3}
+    with make({"backend": words, "health": {"verify": "off"}}) as it:
+        model = keras.Sequential([keras.Input((6,)), _Scaled()])
+        loss = lambda y, y_pred: keras.ops.mean(y * y_pred, axis=-1)  # noqa: E731
+        model.compile(keras.optimizers.SGD(1.0), loss)
+        losses = it.fit(model, (data(8)[0],) * 2).history["loss"]
+        np.testing.assert_allclose(1 - weights(model)[0], losses[0], rtol=1e-4)
+
+
 def test_models_are_let_go(trainer: Trainer) -> None:
     import gc
     import weakref

@@ -43,8 +43,8 @@ class PythonFunctions:
         every = itertools.chain(definition.node, *bodies)
         if not any(node.op == _OP for node in every):
             return
-        self._differentiated = _holding(definition, _is_differentiated)
-        self._gradients = _holding(definition, _is_gradient)
+        self._differentiated = holding(definition, _is_differentiated)
+        self._gradients = holding(definition, _is_gradient)
 
     def differentiated(self, ops: Collection[str]) -> list[str]:
         """Those of `ops` that run a function of which there is a gradient."""
@@ -79,7 +79,7 @@ def check_order(row: Sequence[Action], stage_of: Callable[[Action], Differentiat
             waiting.discard(id(stage))
 
 
-def _holding(definition: Any, wanted: Callable[[Any], bool]) -> list[str]:
+def holding(definition: Any, wanted: Callable[[Any], bool]) -> list[str]:
     """Names of the nodes that are `wanted`, or call functions with such nodes, however deep."""
     found = functions_with(definition.library, wanted)
     return [n.name for n in definition.node if wanted(n) or called_functions(n) & found]

@@ -16,6 +16,7 @@ import tensorflow as tf
 from ktrainer.backends.pipeline.stage.gradient_accumulators import GradientAccumulators
 from ktrainer.backends.pipeline.stage.gradient_ordering import GradientOrdering
 from ktrainer.backends.pipeline.stage.subgraphs import TracedGraph
+from ktrainer.errors import ModelError
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,20 @@ class SavedTensors:
     complete: bool = True
 
 
+def _refuse_generators(traced: TracedGraph, again: list[tf.Tensor]) -> None:
+    """Refuse to recompute what would draw other numbers from a generator than before.
+
+    `tf.random` functions draw the same: each op counts its draws, in the order of the microbatches.
+    """
+    if drawing := traced.drawing_from_generators(traced.needed_for(again)):
+        raise ModelError(
+            f"{drawing[0]!r} draws from a tf.random.Generator, which would give other numbers when "
+            "backend.recompute=true runs the stage forward again for its gradient. Draw with "
+            "keras.random and a keras.random.SeedGenerator that is an attribute of the layer, or "
+            "set backend.recompute=false."
+        )
+
+
 class StageFunctions:
     """The compiled functions of one stage.
 
@@ -124,9 +139,9 @@ class StageFunctions:
         fetched = made if recompute else [*made, *saved]
         self._forward = traced.function(arguments, fetched, xla=xla)
         if recompute and gradients is not None:
-            self._recompute_forward = traced.function(
-                arguments, [*saved, *self._python_outputs()], xla=xla
-            )
+            again = [*saved, *self._python_outputs()]
+            _refuse_generators(traced, again)
+            self._recompute_forward = traced.function(arguments, again, xla=xla)
 
     @property
     def python_gradient(self) -> str | None:

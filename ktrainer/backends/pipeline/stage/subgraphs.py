@@ -19,12 +19,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.stage.py_functions import PythonFunctions
+from ktrainer.backends.pipeline.stage.py_functions import PythonFunctions, holding
 from ktrainer.steps.compiled_step import direct_call
 from ktrainer.steps.graph_parts import part_of, tensor_name
 
 # How the names of ops begin that assign to a `tf.Variable`.
 _ASSIGNMENTS = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign")
+# Ops that draw from a `tf.random.Generator`, whose state is a variable.
+_DRAWS = ("Rng", "StatefulUniform", "StatefulStandard", "StatefulTruncated", "StatefulRandom")
 
 
 class TracedGraph:
@@ -109,6 +111,11 @@ class TracedGraph:
                 found.add(op.name)
         arguments = {op.name for op in self.graph.get_operations() if op.type == "Placeholder"}
         return (ops & found) - arguments
+
+    def drawing_from_generators(self, ops: Collection[str]) -> list[str]:
+        """Those of `ops` that draw from a `tf.random.Generator`, and so change its state."""
+        every = holding(self._definition, lambda node: node.op.startswith(_DRAWS))
+        return [name for name in every if name in ops]
 
     def descendants_of(self, tensors: Iterable[tf.Tensor]) -> set[str]:
         """Names of the ops that depend on any of `tensors`, and of those that make them."""
