@@ -130,6 +130,33 @@ def test_a_function_that_trains_is_refused(trainer: Trainer, how: str) -> None:
         trainer.fit(trained, data())
 
 
+class _Untied(layers.Layer):
+    """Computes with the weight of a layer that it does not track."""
+
+    def __init__(self, other: layers.Layer) -> None:
+        super().__init__()
+        self.kernel = lambda: other.kernel
+
+    def call(self, inputs: Any) -> Any:
+        return inputs @ keras.ops.transpose(self.kernel())
+
+
+def _untied() -> keras.Model:
+    first = layers.Dense(5, name="first")
+    stack = [first, layers.Dense(5, "tanh"), layers.Dense(5, "tanh"), _Untied(first)]
+    model = keras.Sequential([keras.Input((6,)), *stack])
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def test_a_weight_of_another_stage_that_is_not_tracked_is_refused(trainer: Trainer) -> None:
+    chunks = {**PIPELINE["backend"], "schedule": "interleaved", "chunks": 2}
+    with make({"backend": chunks}) as it, pytest.raises(ModelError) as error:
+        it.fit(_untied, data())
+    assert "first/kernel' is read on stage 1, by a layer that does not track" in str(error.value)
+    trainer.fit(_untied, data())
+
+
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="an older Keras")
 @pytest.mark.parametrize("name", ["ScheduleFreeAdamW", "MultiOptimizer"])
 def test_optimizers_whose_state_cannot_be_placed_are_refused(trainer: Trainer, name: str) -> None:

@@ -5,7 +5,7 @@ Used by `fit` and `ktrainer plan` alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -89,6 +89,21 @@ def explain_assigned_weight(layer: str) -> str:
         "pipeline would do so once for each microbatch, and one process once for the batch; use "
         "backend=data_parallel"
     )
+
+
+def refuse_captured_weights(weights: Sequence[Any], stage: int) -> None:
+    """Refuse trained weights that a stage reads by itself, whose gradients it would not compute.
+
+    Raises:
+        ModelError: naming one.
+    """
+    if weights:
+        raise ModelError(
+            f"{weights[0].path!r} is read on stage {stage} by a layer that does not track it, or "
+            "inside of a tf.function, so that its gradient there would be lost. Make the layer of "
+            "that weight an attribute of the layer that reads it, or put both on one stage, with "
+            "backend.stages or `with ktrainer.partition(i):`; remove the tf.function"
+        )
 
 
 def refuse_settings(model: keras.Model, options: StepOptions, config: PipelineConfig) -> None:

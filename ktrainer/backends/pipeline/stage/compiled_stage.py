@@ -8,7 +8,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from ktrainer.backends.pipeline.check_supported import explain_assigned_weight
+from ktrainer.backends.pipeline.check_supported import (
+    explain_assigned_weight,
+    refuse_captured_weights,
+)
 from ktrainer.backends.pipeline.graph.nodes import run_nodes
 from ktrainer.backends.pipeline.partition.stage_graphs import StageGraph, is_differentiable
 from ktrainer.backends.pipeline.stage.loss_head import (
@@ -77,6 +80,9 @@ class CompiledStage:
                 "`self.add_weight(trainable=False)` in a layer, or `self.add_variable` in a "
                 "metric; a loss keeps it with trainer.loss_scope=global"
             )
+        if mode == "train":
+            read = self._traced.captured(settings.model.trainable_variables)
+            refuse_captured_weights(read, stage.index)
         # Up to this stage; these need not be linear in the gradient of the loss.
         self.has_custom_gradients = custom_gradients_before or self._traced.has_custom_gradients
         self._arguments = list(function.inputs[: len(specs.flat())])

@@ -112,6 +112,11 @@ class TracedGraph:
         arguments = {op.name for op in self.graph.get_operations() if op.type == "Placeholder"}
         return (ops & found) - arguments
 
+    def captured(self, variables: Iterable[Any]) -> list[Any]:
+        """Those of Keras' `variables` that ops read without being given their values."""
+        handles = {id(outer) for outer, _ in self.graph.captures}
+        return [v for v in variables if v._value is not None and id(v._value.handle) in handles]
+
     def drawing_from_generators(self, ops: Collection[str]) -> list[str]:
         """Those of `ops` that draw from a `tf.random.Generator`, and so change its state."""
         every = holding(self._definition, lambda node: node.op.startswith(_DRAWS))
