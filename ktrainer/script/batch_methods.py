@@ -138,7 +138,6 @@ class BatchMethods:
         """`Model.predict_on_batch`, with the result on every rank."""
         program, batch = self._open("predict", model, (x,))
         with self.trainer.backend.watching():
-            program.build_for_prediction(batch.spec)
             broadcast_once(program, self.trainer.world)
             return predict(program, batch, _no_callbacks(model), self.trainer.world)
 

@@ -107,11 +107,6 @@ class CompiledProgram(Program):
         if training:
             check_local_layers(self.model)
 
-    def build_for_prediction(self, spec: Any) -> None:
-        built = self.is_shared or all(layer.built for layer in self.model._flatten_layers())
-        if self.collectives is not None and not built:
-            trace(self.model.predict_step, spec)
-
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update of the weights from its local batches (one, unless gradients accumulate)."""
         if self.options.accumulate == 1:

@@ -53,10 +53,6 @@ class Program(ABC):
             training: build what `train` needs (optimizer slots too), else what `test` needs.
         """
 
-    def build_for_prediction(self, spec: Any) -> None:  # noqa: B027 - others build in `predict`
-        """Create the variables that `predict` needs, if they are not equal on all ranks when it
-        creates them. `spec` is as for `build`."""
-
     @abstractmethod
     def train(self, local_batches: Sequence[LocalBatchLike]) -> Logs:
         """One update of the weights from its local batches (one, unless gradients accumulate)."""

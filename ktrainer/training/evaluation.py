@@ -212,9 +212,7 @@ def run_over_data(
         if check and world.size > 1:
             check_consistency(world, data_facts=data_facts(feed, "given"))
         with context.backend.watching():
-            if run is predict:
-                program.build_for_prediction(feed.spec)
-            else:
+            if run is not predict:
                 program.build(feed.spec, training=False)
             broadcast_once(program, world)
             return run(program, feed, callbacks, world)

@@ -173,23 +173,3 @@ def test_gradients_between_copies_in_half_precision(ranks: Callable[..., Any]) -
             moved = max(moved, gap)
             np.testing.assert_allclose(gradient, expected.gradients[name], 0, 1e-2)
     assert moved > 0
-
-
-def _predicted_before_the_variables_are_there() -> list[float]:
-    """Outputs, for equal rows, of a model that each rank makes with other weights."""
-    import keras
-
-    from ktrainer import Trainer
-
-    words = ["backend=pipeline", "backend.partitions=2", "logging.progress=none"]
-    with Trainer(overrides=words) as trainer:
-        keras.utils.set_random_seed(trainer.world.rank)
-        model = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        return trainer.predict(model, np.ones((8, 2), "f")).ravel().tolist()
-
-
-def test_copies_predict_with_the_same_weights_before_the_variables_are_there(ranks) -> None:
-    first, *others = ranks(4).run(_predicted_before_the_variables_are_there)
-    assert first == pytest.approx([first[0]] * 8, rel=1e-6)
-    assert others == [first] * 3

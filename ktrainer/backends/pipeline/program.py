@@ -112,10 +112,6 @@ class PipelineProgram(StageProgram):
             refuse_layer_metrics(self.planned)
             self._seen[training] = spec
 
-    def build_for_prediction(self, spec: Any) -> None:
-        if not all(layer.built for layer in self.model._flatten_layers()):
-            self._build(spec, metrics=False)
-
     def _build(self, spec: Any, metrics: bool = True) -> None:
         spec = self.planned.as_cut(spec)
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(spec)
