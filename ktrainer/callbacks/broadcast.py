@@ -124,7 +124,9 @@ def broadcast_once(program: Program, world: World) -> None:
         needed = world.any(needed, "are variables to be broadcast")
     if needed:
         broadcast_model(program.model, world)
-        program.is_shared = True
+        # What `predict` does not use may be made later, by each rank for itself.
+        layers = program.model._flatten_layers(include_self=False)
+        program.is_shared = all(layer.built for layer in layers)
 
 
 def _equalise_partitions(model: Any, placement: Placement) -> None:
