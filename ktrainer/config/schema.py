@@ -106,7 +106,7 @@ class TrainerConfig:
         limit_val_batches: the same for validation; 0 turns validation off.
         fast_dev_run: try the whole program on this many batches of training and validation, in
             one epoch; true is 1, and 0 is off. It leaves no files: Keras' callbacks that write some
-            do not run.
+            do not run in `fit`; `evaluate` and `predict` run those that they are given.
         overfit_batches: train on the same first batches every epoch, to see whether the model can
             learn them. data.shuffle is off then; the batches of data sets and generators are kept
             in memory. 0 is off.
