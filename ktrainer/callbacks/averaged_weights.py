@@ -39,6 +39,8 @@ def swapped_as_before(callbacks: Iterable[Any]) -> Iterator[None]:
 
 def keep_averages(callbacks: Iterable[Any]) -> None:
     """Have the optimizer end training with the averages where they are in the model, as Keras does
-    in the last epoch: it would put the trained weights there."""
+    in the last epoch: it would put the trained weights there. Only with `swap_on_epoch`: else they
+    are there after a `predict` with the callback, and Keras has trained them."""
     for swap in _swapped(callbacks):
-        swap._finalize_ema_values()
+        if swap.swap_on_epoch:
+            swap._finalize_ema_values()

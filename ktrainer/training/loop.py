@@ -45,7 +45,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -72,7 +72,6 @@ from ktrainer.training.evaluation import logs_so_far, validate
 from ktrainer.training.preemption import (
     PreemptionRequested,
     SignalHandlers,
-    backups_kept,
     checkpoint_and_exit,
 )
 from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
@@ -168,8 +167,11 @@ class Loop:
             self.callbacks.on_train_begin()
         with state.times.of("checkpoint"):
             of_another_call = resume_run(self.context, state, self.callbacks)
-        said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
-        skip_to_epoch(state, self.world.broadcast(said, what="initial epoch"))
+        resumed = state.progress is not start
+        if not resumed:  # else a newer backup would skip epochs, with the older weights
+            said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
+            first = self.world.broadcast(said, what="initial epoch")
+        skip_to_epoch(state, first)
         self._start_clock()
         progress = state.progress
         if self.state.validation is None:
@@ -178,7 +180,7 @@ class Loop:
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
         if self.triggers.max_seconds is not None:
             self._check_time_left()
-        self._cut_logs(resumed=state.progress is not start)
+        self._cut_logs(resumed)
         if of_another_call and self._finished() and self.world.is_root:
             warnings.warn(
                 f"nothing is trained, because {of_another_call}, and it has done all epochs of "
@@ -271,12 +273,10 @@ class Loop:
 
     def _finalize(self, logs: Any) -> None:
         """Put averages of the weights in place, and call `on_train_end`."""
-        ours = self.callbacks.callbacks
         if not self.model.stop_training or self.state.feed.exhausted:
-            keep_averages(ours)  # after a callback's stop Keras does not
+            keep_averages(self.callbacks.callbacks)  # after a callback's stop Keras does not
         self.program.finalize_weights()
-        with nullcontext() if self._is_complete() else backups_kept(ours):
-            self.callbacks.on_train_end(logs=logs)
+        self.callbacks.on_train_end(logs=logs)
 
     def _exit(self, request: PreemptionRequested) -> NoReturn:
         checkpoint_and_exit(self.context, self.state, self.callbacks, request, self._gather_times)
@@ -290,7 +290,7 @@ class Loop:
     def _epoch(self) -> Generator[Updates, Any, dict[str, Any]]:
         """Train the rest of an epoch, and end it; returns its logs."""
         state, progress, epoch = self.state, self.state.progress, self.state.progress.epoch
-        first = progress.batch
+        first, begun = progress.batch, progress.begun
         if first == 0:
             self.model.reset_metrics()
             state.counted = MetricCounts()
@@ -311,6 +311,8 @@ class Loop:
         if self._due(self._validate_every, epoch_end=True) and self.triggers.validates_after(epoch):
             logs |= self._validate(keep=cut)
         else:
+            if begun:  # maybe its validation was interrupted, and is not due after a resume
+                swap_back(self.callbacks.callbacks)
             logs |= progress.validated  # after the epoch's last update
         self.callbacks.on_epoch_end(epoch, logs)
         if not cut:
@@ -447,12 +449,9 @@ class Loop:
         return None if most is None else max(0, most - self.state.progress.step)
 
     def _finished(self) -> bool:
-        return self.state.out_of_time or self._is_complete()
-
-    def _is_complete(self) -> bool:
-        """Whether more time would not continue training."""
         return (
-            self.model.stop_training
+            self.state.out_of_time
+            or self.model.stop_training
             or self.state.progress.epoch >= self.triggers.epochs
             or self.steps_left == 0
             or self.state.feed.exhausted

@@ -75,7 +75,9 @@ class Asks(keras.callbacks.Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("every", "on_epoch"), [("1ep", True), ("4ba", True)])
+@pytest.mark.parametrize(
+    ("every", "on_epoch"), [("1ep", True), ("4ba", True), ("1ep", False), ("4ba", False)]
+)
 def test_a_run_that_ends_in_a_validation_resumes_to_the_bit(
     tmp_path: Path, every: str, on_epoch: bool
 ) -> None:
@@ -95,6 +97,17 @@ def test_an_interrupted_validation_may_be_left_out(tmp_path: Path, every: str) -
     _, history, it = train(swap(False), **words)
     assert "val_loss" not in history or len(history["val_loss"]) < EPOCHS
     close(it, train(swap(False))[2], 1e-5)
+
+
+def test_an_interrupted_validation_may_be_due_later(tmp_path: Path) -> None:
+    """Training continues with the trained weights."""
+    words = {"validation": data(8), "checkpoint__every": "1ep", "checkpoint__resume": "auto"}
+    with pytest.raises(SystemExit):
+        train(swap(False), Asks(2), trainer__validate_every="1ep", run__dir=tmp_path, **words)
+    words["trainer__validate_every"] = "3ep"
+    _, history, it = train(swap(False), run__dir=tmp_path, **words)
+    assert len(history["val_loss"]) == 2  # of the first epoch, and of the last
+    close(it, train(swap(False), **words)[2], 1e-5)
 
 
 def fitted(epochs: int, *callbacks: Any) -> keras.Model:
@@ -161,3 +174,19 @@ def test_the_stop_of_a_callback_ends_as_under_keras(
     averages = fitted(averaged_after or 2)
     with nullcontext() if averaged_after else pytest.raises(AssertionError):
         close(it, averages, 1e-6)
+
+
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_a_predict_with_the_callback_before_a_fit_changes_it_as_under_keras(on_epoch: bool) -> None:
+    """It leaves the averages in the model."""
+    ours, theirs, (x, y) = swap(on_epoch), swap(on_epoch), data()
+    model = fitted(2, theirs)
+    model.predict(x, BATCH, verbose=0, callbacks=[theirs])
+    model.fit(x, y, BATCH, epochs=2, shuffle=False, verbose=0, callbacks=[theirs])
+    keras.utils.clear_session()
+    with trainer(trainer__epochs=2) as it:
+        own = averaging()
+        it.fit(own, (x, y), callbacks=[ours])
+        it.predict(own, x, callbacks=[ours])
+        it.fit(own, (x, y), callbacks=[ours])
+    close(own, model, 0)

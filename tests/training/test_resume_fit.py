@@ -189,11 +189,8 @@ def test_an_epoch_that_had_begun_without_an_update_begins_once(tmp_path: Path) -
     assert train(parts, at_the_begin, plain_rate) == whole
 
 
-@pytest.mark.parametrize("limit", [{}, {"trainer__max_time": "0.001s"}], ids=["signal", "time"])
-def test_the_backup_of_keras_is_kept_until_training_is_complete(
-    tmp_path: Path, limit: dict[str, Any]
-) -> None:
-    """A run that was asked to end, or whose time is over, continues from it."""
+def test_a_signal_keeps_the_backup_of_keras_and_other_ends_remove_it(tmp_path: Path) -> None:
+    """A run that was asked to end continues from it."""
     folder, backups = tmp_path / "backup", list[Any]()
 
     def run(*others: Any, **more: Any) -> int:
@@ -202,12 +199,29 @@ def test_the_backup_of_keras_is_kept_until_training_is_complete(
         history, _, _ = train(words, lambda: [backups[-1], *others], small.build)
         return len(history["loss"])
 
-    with nullcontext() if limit else pytest.raises(SystemExit):
-        run(*([] if limit else [EndsSecond()]), **limit)
+    with pytest.raises(SystemExit):
+        run(EndsSecond())
     assert {path.name for path in folder.iterdir()} >= {"latest.weights.h5"}
     assert backups[0].delete_checkpoint
     assert run() == 2  # of three epochs
     assert not folder.exists()
+    assert run(trainer__max_time="0.001s") == 1
+    assert not folder.exists()
+
+
+def test_a_backup_of_keras_that_is_newer_than_the_checkpoint_skips_nothing(tmp_path: Path) -> None:
+    """As after a crash, or a signal that leaves no time to save."""
+
+    def run(name: str, *others: Any) -> Any:
+        backup = keras.callbacks.BackupAndRestore(tmp_path / name / "backup")
+        more = {"checkpoint__every": "2ep", "trainer__epochs": 5, "trainer__accumulate": 1}
+        return train(settings(tmp_path / name, **more), lambda: [backup, *others], small.build)
+
+    whole = run("whole")
+    with pytest.raises(InterruptedError):
+        run("parts", Fails(3))  # one epoch after the checkpoint
+    assert (tmp_path / "parts" / "backup").exists()
+    assert run("parts") == whole
 
 
 def _shuffled(directory: str, backend: str) -> list[Any]:
