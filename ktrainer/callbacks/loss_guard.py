@@ -117,7 +117,7 @@ class LossGuard(Callback):
         known, unless the call ends at the first that is bad."""
         if in_a_call == 1 or not self._looks_at_all:
             return True
-        return self.stops_at_once and self.world.size == 1
+        return self.stops_at_once and self.world.size == 1 and not self.world.heals
 
     @property
     def _looks_at_all(self) -> bool:

@@ -34,6 +34,7 @@ from ktrainer.steps.metric_states import (
     metric_leaves,
     result_with,
     take_states,
+    warn_of_assigned_states,
 )
 
 _warned: set[str] = set()
@@ -142,6 +143,7 @@ class _Reduction:
         last = weight if last_examples is None else float(last_examples)
         unknown = [leaf for leaf in self.leaves if not leaf.additive]
         _warn_once(leaf.metric.name for leaf in unknown)
+        warn_of_assigned_states(leaf.metric for leaf in self.leaves)
         if self._by_inner_name:
             _warn_of_lists(path for path in self.extra if any(isinstance(key, int) for key in path))
         local = [self._local_result(leaf) for leaf in unknown]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from types import CodeType
 from typing import Any
+from weakref import WeakSet
 
 import keras
 import numpy as np
@@ -26,79 +26,68 @@ _ADDITIVE = {
     *("true_positives", "false_positives", "true_negatives", "false_negatives"),
     *("accumulator", "intermediate_weights", "total_confusion_matrix"),
 }
-_ASSIGNING = {"assign", "assign_add", "assign_sub"}
-_NOT_UPDATING = ("__init__", "build", "reset_state", "result")
+
+_warned: WeakSet[type] = WeakSet()
 
 
 def adds_up(metric: Any) -> bool:
     """Return whether the metric of all data has the sum of the states of parts of the data.
 
     True for Keras' own families (means, sums, confusion counts, AUC, precision and recall, F1,
-    IoU, R2), their subclasses without states of their own that do no more to Keras' states than
-    add to them, and metrics made of such metrics alone. Any other metric says so with an attribute
-    `state_adds_up = True` (or False).
+    IoU, R2), their subclasses without states of their own, and metrics made of such metrics
+    alone. Any other metric says so with an attribute `state_adds_up = True` (or False).
     """
     declared = getattr(metric, "state_adds_up", None)
     if declared is not None:
         return bool(declared)
     own = metric._variables
-    known = _of_known_family(type(metric)) and all(v.name in _ADDITIVE for v in own)
+    known = _of_known_family(metric) and all(v.name in _ADDITIVE for v in own)
     return all(adds_up(part) for part in metric._metrics) and (known or not own)
 
 
-@lru_cache(maxsize=1024)
-def _of_known_family(kind: type) -> bool:
-    """Return whether a class is Keras', or derives from such a one and only adds to its states."""
+def _of_known_family(metric: Any) -> bool:
     base = keras.metrics.Metric
-    keras_own = [cls for cls in kind.__mro__ if cls.__module__.startswith("keras.")]
-    others = [cls for cls in kind.__mro__ if cls not in keras_own]
-    known = any(issubclass(cls, base) and cls is not base for cls in keras_own)
-    return known and all(
-        _only_adds(member)
-        for cls in others
-        for name, member in vars(cls).items()
-        if name not in _NOT_UPDATING
+    return any(
+        issubclass(cls, base) and cls is not base and cls.__module__.startswith("keras.")
+        for cls in type(metric).__mro__
     )
 
 
-def _only_adds(member: Any) -> bool:
-    """Return whether a method that assigns to variables adds to them, as far as its text says."""
-    function = inspect.unwrap(getattr(member, "python_function", member))
-    if _ASSIGNING.isdisjoint(_names_in(getattr(function, "__code__", None))):
-        return True
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call)]
-    return all(map(_is_addition, calls))
+def warn_of_assigned_states(metrics: Iterable[Any]) -> None:
+    """Warn, before states are summed, of metrics that assign theirs by themselves: they count as
+    Keras' own, but a largest value in a `Mean` is no sum. Once for each class."""
+    for metric in metrics:
+        if getattr(metric, "state_adds_up", None) is not None or not adds_up(metric):
+            continue
+        warn_of_assigned_states(metric._metrics)
+        kind = type(metric)
+        if kind not in _warned and "assign" in _names_of_own_updates(kind):
+            _warned.add(kind)
+            warnings.warn(
+                f"the metric {metric.name} assigns its states by itself; they are summed over "
+                "ranks or replicas, as those of Keras' own are. Set `state_adds_up = True` on its "
+                "class if that is right, else False.",
+                stacklevel=3,
+            )
+
+
+def _names_of_own_updates(kind: type) -> set[str]:
+    """The names in the code of each `update_state` in a class and those before Keras' own."""
+    names: set[str] = set()
+    for cls in kind.__mro__:
+        if cls.__module__.startswith("keras."):
+            break
+        update = vars(cls).get("update_state")
+        function = inspect.unwrap(getattr(update, "python_function", update))
+        names |= _names_in(getattr(function, "__code__", None))
+    return names
 
 
 def _names_in(code: CodeType | None) -> set[str]:
-    """The attributes that code uses, with those of the functions in it."""
     if code is None:
         return set()
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return {*code.co_names}.union(*map(_names_in, inner))
-
-
-def _is_addition(call: ast.Call) -> bool:
-    """Return whether a call adds to a variable, `v.assign_add(x)` or `v.assign(v + x)`, what does
-    not depend on it; or assigns nothing."""
-    method = call.func
-    if not isinstance(method, ast.Attribute) or method.attr not in _ASSIGNING:
-        return True
-    variable = ast.dump(method.value)
-    values = [*call.args, *(each.value for each in call.keywords)]
-    parts = [each for value in values for each in ast.walk(value)]
-    reads = sum(ast.dump(each) == variable for each in parts)
-    if method.attr != "assign":
-        return reads == 0
-    value = values[0] if values else None
-    if not isinstance(value, ast.BinOp):
-        return False
-    added = {ast.Add: (value.left, value.right), ast.Sub: (value.left,)}.get(type(value.op), ())
-    return reads == 1 and any(ast.dump(each) == variable for each in added)
 
 
 def is_compiled_metrics(metric: Any) -> bool:

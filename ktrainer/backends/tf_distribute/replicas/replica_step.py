@@ -48,7 +48,7 @@ from ktrainer.steps import optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.loss_scope import gather_loss_inputs
 from ktrainer.steps.metric_logs import LoggedResults
-from ktrainer.steps.metric_states import unadded_metrics
+from ktrainer.steps.metric_states import leaf_metrics, unadded_metrics, warn_of_assigned_states
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of, warn_of_integer
 from ktrainer.steps.update_guard import LossOfStep, check_one_update
@@ -113,6 +113,8 @@ class Replicas:
             settings: more for each replica's `StepContext`; its list of denominators is made by
                 `make_denominators`.
         """
+        if metrics:
+            warn_of_assigned_states(leaf_metrics(self.model))
         counted = {id(v): v for v in self._added_metrics()}
         assigned: Assigned = []
         settings.setdefault("uniform", is_uniform(batch))
