@@ -420,14 +420,14 @@ tensorflow.python.distribute.distribute_lib
     _DefaultReplicaContext.all_reduce(self, reduce_op, value, options)
         steps: replaced; the same
     StrategyBase.num_replicas_in_sync
-        tf_distribute: replaced; a warning in a step of `fit` that divides its loss by it
+        tf_distribute: replaced; 1 for `nn_impl_distribute` in a step of `fit`, others are warned
     ReplicaContextBase.num_replicas_in_sync
         tf_distribute: replaced; the same
 tensorflow.python.ops.nn_impl_distribute
     compute_average_loss(per_example_loss, sample_weight, global_batch_size)
-        steps, tf_distribute: replaced; divides by the examples of all ranks, in `fit` by the part's
+        steps: replaced; divides by the examples of all ranks
     scale_regularization_loss(regularization_loss)
-        steps, tf_distribute: replaced; divides by the number of ranks that have rows, in `fit` not
+        steps: replaced; divides by the number of ranks that have rows
 tensorflow.python.distribute.merge_call_interim
     maybe_merge_call(fn, strategy, *args, **kwargs)
         tf_distribute: replaced; an update runs once for all replicas

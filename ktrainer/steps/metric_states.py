@@ -77,7 +77,7 @@ def _names_of_own_updates(kind: type) -> set[str]:
     for cls in kind.__mro__:
         if cls.__module__.startswith("keras."):
             break
-        update = vars(cls).get("update_state")
+        update: Any = vars(cls).get("update_state")
         function = inspect.unwrap(getattr(update, "python_function", update))
         names |= _names_in(getattr(function, "__code__", None))
     return names

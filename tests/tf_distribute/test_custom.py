@@ -207,7 +207,7 @@ def averaging_step(
             x, y = data
             with tf.GradientTape() as tape:
                 losses = loss_of(y, self(x, training=True))
-                loss = tf.nn.compute_average_loss(losses, sample_weight=tf.abs(x[:, 0]))
+                loss = average(losses, sample_weight=tf.abs(x[:, 0]))
                 loss += tf.nn.scale_regularization_loss(self.losses)
                 if divides:
                     loss /= tf.distribute.get_strategy().num_replicas_in_sync
@@ -216,8 +216,11 @@ def averaging_step(
             return {"total": loss}
 
         def test_step(self, data: Any) -> Any:
-            return {"total": tf.nn.compute_average_loss(loss_of(data[1], self(data[0])))}
+            count = tf.distribute.get_strategy().num_replicas_in_sync  # of this nothing is said
+            loss = tf.nn.compute_average_loss(loss_of(data[1], self(data[0])))
+            return {"total": loss * count / count}
 
+    average = tf.nn.compute_average_loss  # taken before, as `from ... import` does
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
     keras.utils.set_random_seed(0)
     words = {"data__batch_size": 16, "trainer__epochs": 2, **more}
@@ -260,7 +263,7 @@ def test_a_step_of_fit_that_divides_by_the_number_of_replicas(ranks: Callable[..
     assert said
     for text in said:
         assert "reads num_replicas_in_sync, which is 2" in text
-        assert "without that division" in text
+        assert "If the loss is divided by that number, remove the division" in text
     for _, _, nothing in under(
         ranks, "data_parallel", averaging_step, "data_parallel", divides=True
     ):

@@ -16,7 +16,7 @@ from keras.src.backend.common import global_state
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.ops import nn_impl_distribute as nn
+from tensorflow.python.ops import nn_impl_distribute
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import (
@@ -280,48 +280,35 @@ def keras_as_one_replica() -> Iterator[None]:
 
 
 @contextmanager
-def averages_of_own_rows(contexts: Contexts) -> Iterator[None]:
+def averages_of_own_rows(contexts: Contexts, warns: bool) -> Iterator[None]:
     """Let what TensorFlow divides by the number of replicas be that of one replica, in a step of
     `fit`: there the losses of replicas are means, and their weighted mean counts.
 
-    A step that reads the number itself gets it, with a warning.
+    Args:
+        contexts: the replicas whose steps are traced.
+        warns: whether a step that reads the number itself, and gets it, is warned of.
     """
-    average = nn.compute_average_loss
-
-    def average_of_rows(
-        per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
-    ) -> Any:
-        if global_batch_size is None:
-            global_batch_size = tf.shape(tf.convert_to_tensor(per_example_loss))[0]
-        return average(per_example_loss, sample_weight, global_batch_size)
-
-    functions = (
-        ("compute_average_loss", average_of_rows),
-        ("scale_regularization_loss", tf.reduce_sum),
-    )
     owners = (distribute_lib.StrategyBase, distribute_lib.ReplicaContextBase)
-    with (
-        replaced_in(contexts, [(owner, *each) for each in functions for owner in (tf.nn, nn)]),
-        replaced(*(_warning_of_count(contexts, owner) for owner in owners)),
-    ):
+    with replaced(*(_count_of_replicas(contexts, owner, warns) for owner in owners)):
         yield
 
 
-def _warning_of_count(contexts: Contexts, owner: type) -> Replacement:
+def _count_of_replicas(contexts: Contexts, owner: type, warns: bool) -> Replacement:
     original: Any = vars(owner)["num_replicas_in_sync"]
 
     def get(self: Any) -> Any:
         count = original.fget(self)
+        if not is_entered(contexts):
+            return count
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        of_step = is_entered(contexts) and not caller.startswith(
-            ("tensorflow.", "keras.", "ktrainer.")
-        )
-        if of_step and count > 1:
+        if caller == nn_impl_distribute.__name__:
+            return 1
+        if warns and count > 1 and not caller.startswith(("tensorflow.", "keras.", "ktrainer.")):
             warnings.warn(
-                f"a step of fit reads num_replicas_in_sync, which is {count}. There the gradients "
-                "of replicas are averaged, weighted by their rows: a loss that is divided by the "
-                "number of replicas trains with gradients that are too small. Let it be the mean "
-                "over the replica's rows, without that division.",
+                f"a train_step under fit reads num_replicas_in_sync, which is {count}. There the "
+                "gradients of replicas are averaged, weighted by their rows. If the loss is "
+                "divided by that number, remove the division: it makes gradients too small. Else "
+                "nothing is to be done.",
                 stacklevel=2,
             )
         return count

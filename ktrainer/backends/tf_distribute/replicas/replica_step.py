@@ -130,7 +130,10 @@ class Replicas:
             bad = tf.constant(False) if context.bad is None else context.bad
             return values, context.weight, statistics, added, bad
 
-        with self._replica_patches(metrics and not xla):
+        with (
+            self._replica_patches(metrics and not xla),
+            averages_of_own_rows(self.contexts, warns=applies),
+        ):
             results = self._on_each(on_replica, parts_of(batch, counts, self.count))
         values, weights, statistics, added, bad = results
         count = len(statistics)
@@ -309,7 +312,6 @@ class Replicas:
             stack.enter_context(scope)
             stack.enter_context(keras_as_one_replica())
             stack.enter_context(losses_by_replica())
-            stack.enter_context(averages_of_own_rows(self.contexts))
             if self.count > 1:
                 stack.enter_context(assigned_once(self.contexts))
             for metric in unadded_metrics(self.model) if metrics else []:
