@@ -17,7 +17,7 @@ from ktrainer.errors import ModelError
 from ktrainer.steps.assigned_variables import AssignedVariables
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.variable_assignments import aggregation_of, depends_on_batch
+from ktrainer.steps.variable_assignments import aggregation_of, depends_on_batch, is_added_to
 
 STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 
@@ -83,15 +83,16 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
 
 
 def warn_of_integer(context: StepContext, variable: Any, value: Any) -> None:
-    """Warn of an integer statistic that a step of `fit` computes from its part of the rows, where
-    it is not summed: only floats are averaged."""
-    several = context.collectives is not None and not context.sums
+    """Warn of an integer statistic to which a step of `fit` adds what it computes from its part of
+    the rows, where it is not summed: only floats are averaged. Gathered rows are those of all."""
+    several = context.collectives is not None and not context.sums and not context.gathered
     if not several or variable.trainable or id(variable) in context.local:
         return
     left_alone = variable.aggregation in ("none", "mean") and aggregation_of(variable) is None
-    if left_alone and depends_on_batch(value, context.graph):
+    is_count = left_alone and is_added_to(variable._value, value)
+    if is_count and depends_on_batch(value, context.graph):
         warnings.warn(
-            f"a layer or step sets the integer {variable.path} to what it computes from its rows, "
+            f"a layer or step adds to the integer {variable.path} what it computes from its rows, "
             "of which each rank or replica has a part: its value is that of one part. To add up "
             'what all of them add, make it with add_weight(..., trainable=False, aggregation="sum")'
             ".",

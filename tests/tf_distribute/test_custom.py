@@ -270,13 +270,21 @@ def test_a_step_of_fit_that_divides_by_the_number_of_replicas(ranks: Callable[..
         assert nothing == []
 
 
-def integers_set(strategy: str, rows: int, **more: Any) -> tuple[list[int] | str, set[str]]:
-    """Integers of a layer: rows, calls, rows of all, columns. Or the error; and the warnings."""
+def integers_set(
+    strategy: str, rows: int, gathers: bool = False, **more: Any
+) -> tuple[list[int] | str, set[str]]:
+    """Integers of a layer: rows, calls, rows of all, columns, a place in a queue, the last rows. Or
+    the error; and the warnings.
+
+    Args:
+        gathers: count gathered rows.
+    """
     import warnings
 
     import keras
     from keras import ops
 
+    from ktrainer import all_gather
     from ktrainer.errors import DivergenceError
 
     class Counting(keras.layers.Layer):
@@ -286,13 +294,17 @@ def integers_set(strategy: str, rows: int, **more: Any) -> tuple[list[int] | str
             self.calls = self.add_weight((), name="calls", **words)
             self.all_rows = self.add_weight((), name="all_rows", aggregation="sum", **words)
             self.columns = self.add_weight((), name="columns", **words)
+            self.place = self.add_weight((), name="place", **words)
+            self.last = self.add_weight((), name="last", **words)
 
         def call(self, x: Any, training: bool = False) -> Any:
             if training:
-                self.rows.assign_add(ops.shape(x)[0])
+                self.rows.assign_add(ops.shape(all_gather(x) if gathers else x)[0])
                 self.calls.assign_add(1)
                 self.all_rows.assign_add(ops.shape(x)[0])
                 self.columns.assign(ops.shape(x)[1])
+                self.place.assign((self.place + ops.shape(x)[0]) % 20)
+                self.last.assign(ops.shape(x)[0])
             return x
 
     words = {"data__batch_size": 16, **more}
@@ -319,14 +331,22 @@ def test_an_integer_that_is_computed_from_rows_is_warned_of(
     ranks: Callable[..., Any], strategy: str, settings: dict[str, Any]
 ) -> None:
     for found, (said,) in under(ranks, strategy, integers_set, strategy, 32, **settings):
-        assert found == [16, 2, 32, 8]
-        assert "sets the integer" in said
-        assert "counting/rows to what it computes from its rows" in said
+        assert found == [16, 2, 32, 8, 16, 8]
+        assert "adds to the integer" in said
+        assert "counting/rows what it computes from its rows" in said
         assert 'add_weight(..., trainable=False, aggregation="sum")' in said
 
 
 def test_one_process_counts_rows_in_any_integer(ranks: Callable[..., Any]) -> None:
-    assert under(ranks, "local", integers_set, "local", 33) == [([33, 3, 33, 8], set())]
+    assert under(ranks, "local", integers_set, "local", 33) == [([33, 3, 33, 8, 13, 1], set())]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "data_parallel"])
+def test_an_integer_that_is_computed_from_gathered_rows(
+    ranks: Callable[..., Any], strategy: str
+) -> None:
+    for result in under(ranks, strategy, integers_set, strategy, 32, gathers=True):
+        assert result == ([32, 2, 32, 8, 16, 8], set())
 
 
 def test_the_audit_says_how_to_make_an_integer(ranks: Callable[..., Any]) -> None:
