@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ktrainer.callbacks import Audit, BroadcastVariables, Callback, LossGuard
+from ktrainer.distributed import SingleWorld
 from ktrainer.errors import DivergenceError
 from ktrainer.state.nested_logs import losses_are_finite
 from tests.callbacks.helpers import EachStep, data, fit, small_model
@@ -50,6 +51,22 @@ def test_one_rank_stops_all(ranks) -> None:
     assert first[:2] == second[:2] == (7, 7)
     assert "on rank 1 ({'loss': nan" in first[2][0]
     assert second[2] == []
+
+
+@pytest.mark.parametrize(("heals", "where"), [(False, "at step 4"), (True, "by step 4")])
+def test_a_call_of_several_updates_on_a_rank_that_is_left_alone(heals: bool, where: str) -> None:
+    """Ends at the first bad loss in one process; not where others may join."""
+
+    class World(SingleWorld):
+        pass
+
+    World.heals = heals
+    guard = LossGuard(world=World())
+    guard.set_model(small_model())
+    guard.on_train_begin()
+    guard.progress.step = 4
+    with pytest.warns(UserWarning, match=f"not finite {where} "):
+        guard.on_step_end(4, {"loss": math.nan})
 
 
 def test_the_loss_can_be_looked_at_less_often() -> None:
