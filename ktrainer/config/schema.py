@@ -109,7 +109,7 @@ class TrainerConfig:
             do not run in `fit`; `evaluate` and `predict` run those that they are given.
         overfit_batches: train on the same first batches every epoch, to see whether the model can
             learn them. data.shuffle is off then; the batches of data sets and generators are kept
-            in memory. 0 is off.
+            in memory. A resume reads them again: the same ones if shuffles have a seed. 0 is off.
         accumulate: batches whose gradients are added up before one update. Equal to one batch
             this many times as large, with one all-reduce per update.
         clip: gradient clipping, after the gradients of all ranks are summed.

@@ -46,6 +46,7 @@ class Source(ABC):
         indexed: an endless source that can be opened anywhere at no cost, once an epoch.
         checked: batches always fit `spec`.
         reorders: its order may change each time it is opened.
+        unseeded: its order may be another one in each run, and no state restores it.
         reads_whole: passes are read to their end; a number of steps may cut them.
         shuffles: may draw an order each time it is opened.
         state_of_opening: `state` is of how the open epoch began: it fits each position in the
@@ -62,6 +63,7 @@ class Source(ABC):
     indexed: bool = False
     checked: bool = True
     reorders: bool = False
+    unseeded: bool = False
     reads_whole: bool = True
     shuffles: bool = False
     state_of_opening: bool = False

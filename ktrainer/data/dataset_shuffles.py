@@ -16,6 +16,12 @@ def shuffles(dataset: tf.data.Dataset) -> bool:
     return "Shuffle" in _kind(dataset) or any(map(shuffles, dataset._inputs()))
 
 
+def shuffles_without_seed(dataset: tf.data.Dataset) -> bool:
+    """Return whether a pipeline shuffles in an order that is another one in each run."""
+    unseeded = "Shuffle" in _kind(dataset) and not (int(dataset._seed) or int(dataset._seed2))
+    return unseeded or any(map(shuffles_without_seed, dataset._inputs()))
+
+
 def seeds_of_reading(
     dataset: tf.data.Dataset, whole: bool, opened: int = 1, read: int = 1, at_once: bool = True
 ) -> Iterator[tuple[tf.data.Dataset, int]]:
@@ -53,24 +59,27 @@ def reads_in_part(dataset: tf.data.Dataset, whole: bool, cut: bool = False) -> b
 
     Args:
         whole: passes are read to their end.
-        cut: an operation above may not read its inputs to their end.
+        cut: an operation above does not read its inputs to their end.
     """
+    if whole and "Cache" in _kind(dataset):
+        return False
     cut, repeats = cut or _cuts(dataset), _repeats(dataset)
     unclear = repeats < 0 and (whole or cut)
     if cut or not whole:
         unclear |= repeats > 1 or "Concatenate" in _kind(dataset)
     inputs = dataset._inputs()
-    if unclear and any(map(shuffles, inputs)):
+    if unclear and any(_reshuffles(each, cached=not whole) for each in inputs):
         return True
     return any(reads_in_part(each, whole, cut) for each in inputs)
 
 
 def _cuts(dataset: tf.data.Dataset) -> bool:
-    """Return whether a pipeline may not read its inputs to their end."""
+    """Return whether a pipeline is known not to read its input to its end."""
     if _kind(dataset) != "_TakeDataset":
-        return _kind(dataset) in ("_TakeWhileDataset", "_ZipDataset")
+        return False
     count, (taken,) = int(dataset._count), dataset._inputs()
-    return count >= 0 and not 0 <= int(taken.cardinality()) < count
+    elements = int(taken.cardinality())
+    return count >= 0 and (elements == tf.data.INFINITE_CARDINALITY or count < elements)
 
 
 def caches_a_shuffle(dataset: tf.data.Dataset) -> bool:
@@ -80,9 +89,12 @@ def caches_a_shuffle(dataset: tf.data.Dataset) -> bool:
     return found or any(map(caches_a_shuffle, inputs))
 
 
-def _reshuffles(dataset: tf.data.Dataset) -> bool:
+def _reshuffles(dataset: tf.data.Dataset, cached: bool = True) -> bool:
+    """Return whether a pipeline shuffles in another order each time; below a cache, if `cached`."""
+    if not cached and "Cache" in _kind(dataset):
+        return False
     changes = "Shuffle" in _kind(dataset) and getattr(dataset, "_reshuffle_each_iteration", True)
-    return bool(changes) or any(map(_reshuffles, dataset._inputs()))
+    return bool(changes) or any(_reshuffles(each, cached) for each in dataset._inputs())
 
 
 def _repeats(dataset: tf.data.Dataset) -> int:

@@ -36,6 +36,7 @@ from ktrainer.data.dataset_shuffles import (
     reads_in_part,
     seeds_of_reading,
     shuffles,
+    shuffles_without_seed,
 )
 from ktrainer.data.local_batch import (
     count_rows,
@@ -93,7 +94,7 @@ class DatasetSource(Source):
         self.openings = 1 if self.num_batches is None else 2
         self.endless = self.infinite = cardinality == tf.data.INFINITE_CARDINALITY
         self.checked = all(_rank_known(leaf) for leaf in tf.nest.flatten(self.spec))
-        self.shuffles = shuffles(dataset)
+        self.shuffles, self.unseeded = shuffles(dataset), shuffles_without_seed(dataset)
         self._seeds_drawn = 0  # passes that have drawn what reading draws
         self._next = 0  # the epoch that follows those that were read here, or replayed
         self._warns = world.is_root
@@ -283,7 +284,7 @@ class DatasetSource(Source):
         """
         if not skip and self._whole is not None:
             return self._whole
-        dataset = self._after(skip) if skip else self._dataset
+        dataset = self._after(self._dataset, skip)
         if self._cut:
             dataset = dataset.map(self._slice)
         if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
@@ -292,9 +293,10 @@ class DatasetSource(Source):
             self._whole = dataset
         return dataset
 
-    def _after(self, skip: int) -> tf.data.Dataset:
-        """The pipeline after `skip` batches that have rows: no others are counted as taken."""
-        dataset = self._dataset
+    def _after(self, dataset: tf.data.Dataset, skip: int) -> tf.data.Dataset:
+        """A pipeline after `skip` batches that have rows: no others are counted as taken."""
+        if not skip:
+            return dataset
         if "Batch" not in type(dataset).__name__:  # which makes none without rows
             dataset = dataset.filter(_has_rows)
         return dataset.skip(skip)

@@ -15,6 +15,7 @@ _KNOWN = {
     ("MapDataset", "grain"),
     ("ArrayRecordDataSource", "array_record"),
 }
+_MOST = 2**48  # batches of what ends: Grain gives data without an end `sys.maxsize` examples
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ def is_random_access(data: Any) -> bool:
 def is_of_grain(data: Any) -> bool:
     """Return whether this is a data set or loader of Grain, told without importing it."""
     return any(parent.__module__.partition(".")[0] == "grain" for parent in type(data).__mro__)
+
+
+def never_ends(data: Any) -> bool:
+    """Return whether this is a data set of Grain that repeats itself without end."""
+    return is_of_grain(data) and hasattr(type(data), "__len__") and len(data) > _MOST
 
 
 def _is_batched(data: Any) -> bool:

@@ -22,7 +22,7 @@ from ktrainer.data.dataset_shards import (
 )
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.example_rows import ExampleRows
-from ktrainer.data.examples import is_of_grain
+from ktrainer.data.examples import is_of_grain, never_ends
 from ktrainer.data.feed import Feed
 from ktrainer.data.generator_source import GeneratorSource, LoaderSource
 from ktrainer.data.indexed_feed import IndexedFeed
@@ -165,7 +165,7 @@ class _Settings(NamedTuple):
 
 def _prepare(data: Any, settings: _Settings) -> _Ready:
     """Open the data: runs the user's code, exchanges nothing."""
-    kind, x_alone = kind_of(data), is_of_grain(data)
+    kind, x_alone, infinite = kind_of(data), is_of_grain(data), never_ends(data)
     make = _called(data, kind)
     if make is not None:
         made = make()
@@ -183,7 +183,7 @@ def _prepare(data: Any, settings: _Settings) -> _Ready:
     if kind in ("arrays", "random access"):
         feed = _from_rows(data, kind, settings)
         return _Ready(kind, lambda: feed)
-    return _Ready(kind, _from_python(data, settings, x_alone))
+    return _Ready(kind, _from_python(data, settings, x_alone, infinite))
 
 
 def _called(data: Any, kind: str) -> Callable[[], Any] | None:
@@ -277,11 +277,14 @@ _SOURCES: dict[str, Callable[..., Source]] = {
 }
 
 
-def _from_python(data: Any, settings: _Settings, x_alone: bool) -> Callable[[], Feed]:
+def _from_python(
+    data: Any, settings: _Settings, x_alone: bool, infinite: bool
+) -> Callable[[], Feed]:
     """The feed of what Python code makes.
 
     Args:
         x_alone: a batch of a generator may be `x`, as it may in Keras where Grain makes it.
+        infinite: it never ends, though its source cannot know.
     """
     config = settings.config
     if config.shard != "batch" and settings.several:
@@ -304,6 +307,7 @@ def _from_python(data: Any, settings: _Settings, x_alone: bool) -> Callable[[], 
         prefetch=max(1, config.prefetch),
         device=settings.device,
     )
+    source.infinite |= infinite
     make = settings.feed_maker(source, per_replica)
     if not (settings.training and config.shuffle and isinstance(source, PyDatasetSource)):
         return make

@@ -33,7 +33,7 @@ class GeneratorSource(PythonSource):
 
     endless = True
     reopens = False
-    reorders = True  # as far as one knows
+    reorders = unseeded = True  # as far as one knows
     _reader: OneShotReader | None = None  # of a generator
 
     def __init__(
@@ -125,7 +125,7 @@ class LoaderSource(GeneratorSource):
     too. It opens the epochs that it skips if the order may come from anything else.
     """
 
-    state_of_opening = True
+    state_of_opening, unseeded = True, False
 
     def __init__(self, data: Any, **options: Any) -> None:
         self._loader, self._opened = data, 0

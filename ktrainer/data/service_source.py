@@ -149,7 +149,10 @@ class ServiceSource(DatasetSource):
             dataset = _after_openings(dataset, self.openings * epoch)
         if self._turns and not self._cut:
             skip *= self._share.consumer[1]  # type: ignore[index]
-        dataset = dataset.skip(skip) if skip else dataset
+        if self.num_batches is None:
+            dataset = self._after(dataset, skip)
+        elif skip:  # of a known number, which counts batches without rows
+            dataset = dataset.skip(skip)
         share, job = self._share, f"{self._share.job}-{self._passes}"
         if self._turns and self._cut:
             replicas = self._replicas

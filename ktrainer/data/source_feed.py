@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import itertools
 import struct
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
 
 from ktrainer.data.batch_source import Piece, Source, close_iterator
 from ktrainer.data.data_agreement import agreed_spec
@@ -46,14 +52,21 @@ class SourceFeed(Feed):
         self._first: list[LocalBatch] | None = None  # the first epoch, if all others repeat it
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
-        return self._first_again(skip) if self._repeats else super().epoch(epoch, skip)
+        return self._first_again(epoch, skip) if self._repeats else super().epoch(epoch, skip)
 
     def repeat_first_epoch(self) -> None:
         self._repeats = True
 
-    def _first_again(self, skip: int) -> Iterator[LocalBatch]:
+    def _first_again(self, epoch: int, skip: int) -> Iterator[LocalBatch]:
         if self._first is None:  # kept: what shuffles, or never begins again, has them only once
-            self._first = list(self.read(0))
+            if self.world.is_root and self.source.unseeded and (skip or epoch > self.first_epoch):
+                warnings.warn(
+                    "trainer.overfit_batches: the first batches were read again for this resume. "
+                    "They are those of before only if each run reads the data in the same order: "
+                    "if it is shuffled, give the shuffle a seed",
+                    stacklevel=2,
+                )
+            self._first = [_kept(batch) for batch in self.read(0)]
             self.exhausted = False
         yield from self._first[skip:]
 
@@ -66,14 +79,19 @@ class SourceFeed(Feed):
             self._cursor.drop_peeked()
 
     def pass_state(self, inside_pass: bool) -> bytes | None:
-        return self._cursor.state(inside_pass)
+        if not self._repeats:
+            return self._cursor.state(inside_pass)
+        # Others say where the one pass has ended, not how it began.
+        return self._cursor.state(True) if self.source.state_of_opening else None
 
     def resume_from(self, state: bytes) -> None:
         self._cursor.resume_from(state)
 
     def read_up_to(self, epoch: int, skip: int) -> None:
         batches = (epoch - self.first_epoch) * (self.pass_batches or 0) + skip
-        if batches and not (self.source.reopens or self._repeats):
+        if batches and self._repeats:
+            batches = self.pass_batches or 0
+        if batches and not self.source.reopens:
             self._cursor.drop_peeked()  # else its thread would pass over them
             self.source.use(batches)
 
@@ -97,6 +115,7 @@ class SourceFeed(Feed):
     def close(self) -> None:
         super().close()
         self._cursor.close()
+        self._first = None
 
 
 class Cursor:
@@ -238,6 +257,15 @@ class Cursor:
         close_iterator(self._live)
         self._live = None
         self.source.close()
+
+
+def _kept(batch: LocalBatch) -> LocalBatch:
+    """A batch that keeps no larger array in memory of which it is a part."""
+
+    def copied(leaf: Any) -> Any:
+        return leaf.copy() if isinstance(leaf, np.ndarray) and leaf.base is not None else leaf
+
+    return replace(batch, batch=tf.nest.map_structure(copied, batch.batch))
 
 
 def _put_back(first: Piece | None, rest: Iterator[Piece], skip: int) -> Iterator[Piece]:

@@ -468,6 +468,8 @@ tensorflow.python.data.ops.take_op
 tensorflow.python.data.ops.shuffle_op
     _ShuffleDataset()._reshuffle_each_iteration
         data: read; whether each iterator has an order of its own
+    _ShuffleDataset()._seed, _seed2
+        data: read; whether each run has an order of its own
 tensorflow.python.ops.script_ops
     _py_funcs
         pipeline: read; the Python functions of a graph

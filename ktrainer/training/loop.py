@@ -302,8 +302,8 @@ class Loop:
             cut = yield from self._batches(epoch, skip=first * self.triggers.accumulate)
         if progress.batch == 0:
             self._end_of_data(epoch)
-        if epoch == self.triggers.initial_epoch and not cut:
-            self._warn_of_short_epochs()
+        if not cut:
+            self._warn_of_short_epochs(epoch)
         state.epoch_complete = not cut
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
@@ -463,10 +463,20 @@ class Loop:
         taken = progress.batch * self.triggers.accumulate
         return not self.state.feed.is_complete(progress.epoch, taken)
 
-    def _warn_of_short_epochs(self) -> None:
+    def _warn_of_short_epochs(self, epoch: int) -> None:
+        if not self.world.is_root:
+            return
         feed = self.state.feed
         wanted, found = feed.batches_per_epoch, feed.source_batches
-        if self.world.is_root and wanted and found is not None and found < wanted:
+        if feed.exhausted and feed.num_batches is not None:  # of an epoch, as it was asked for
+            warnings.warn(
+                f"Your input ran out of data in epoch {epoch + 1}, before its {feed.num_batches} "
+                "batches, so training ends. Give more data, or ask for fewer batches or epochs",
+                stacklevel=2,
+            )
+        elif epoch != self.triggers.initial_epoch:
+            return
+        elif wanted and found is not None and found < wanted:
             warnings.warn(
                 f"Your input ran out of data: it has {found} batches, fewer than steps_per_epoch="
                 f"{wanted}, so each epoch has {found}. Let the data repeat itself, or leave "

@@ -63,6 +63,12 @@ def shuffled() -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices((x, -x)).shuffle(20, seed=5).batch(8)
 
 
+def with_empty_batches() -> tf.data.Dataset:
+    """Batches of numbers 1, 2, 4 and 5, and two without rows; how many, TensorFlow cannot tell."""
+    numbers = tf.data.Dataset.range(6).filter(lambda number: number >= 0)
+    return numbers.map(lambda number: tf.repeat([number], number % 3))
+
+
 def wide(batches: int) -> tf.data.Dataset:
     """Batches that are too large for all of them to be sent ahead."""
     return tf.data.Dataset.range(4 * batches).map(lambda i: tf.fill([3000], i)).batch(4)
@@ -104,6 +110,8 @@ def test_every_epoch_and_every_resume_is_that_of_the_pipeline(one):
             assert numbers(remote.open(epoch, 0)) == numbers(local.open(epoch, 0))
         assert "the tf.data service, " in str(remote.slow_stage())
         assert numbers(remote.open(3, 3)) == numbers(local.open(3, 3))
+    with closing(source(one.path, with_empty_batches())) as remote:
+        assert numbers(remote.open(0, 2)) == [[4], [5, 5]]
 
 
 def feed_of(config: DataConfig, epochs: int = 2, skip: int = 0) -> list[list[list[float]]]:

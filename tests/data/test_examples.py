@@ -115,6 +115,9 @@ def test_batches_of_grain_are_batches(tmp_path: Path) -> None:
         first = next(feed(pairs.map(alone).batch(7), training=False).epoch(0)).batch
         leaves = keras.tree.flatten(first)
         np.testing.assert_array_equal(leaves[0], X[:7])
+    for endless in (batched.repeat(), pairs.repeat().batch(7)):
+        assert feed(endless).infinite
+    assert not feed(batched).infinite
 
 
 @settings(max_examples=60, deadline=None)

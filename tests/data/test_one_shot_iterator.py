@@ -15,6 +15,7 @@ import pytest
 
 from ktrainer import Trainer
 from ktrainer.data.one_shot_iterator import OneShotReader
+from tests.data.feeds import feed, rows
 
 QUIET = {"logging": {"progress": "none", "csv": False}}
 
@@ -124,6 +125,21 @@ def test_a_fit_that_has_ended_leaves_its_items_to_the_next_call(tmp_path: Path, 
     made_by_fits(1)
     assert len(made_by_fits(1)) == 2  # its samples
     assert len(made_by_fits(2)) > 42
+
+
+def test_a_fit_on_the_same_batches_that_has_ended_leaves_the_next_ones() -> None:
+    ended, resumed = numbered(99), numbered(99)
+    for data in (ended, resumed):
+        made = feed(data, limit=2)
+        made.repeat_first_epoch()
+        if data is ended:
+            for epoch in range(3):
+                list(made.epoch(epoch))
+        else:
+            made.read_up_to(3, 0)
+        made.close()
+    left = [rows(feed(data, limit=2).epoch(0)) for data in (ended, resumed)]
+    assert left[0] == left[1] == [[3] * 4, [4] * 4]
 
 
 def test_items_that_are_passed_over_are_not_kept() -> None:

@@ -252,6 +252,29 @@ def test_a_look_and_an_interrupted_resume(monkeypatch: pytest.MonkeyPatch) -> No
     assert rows(data.epoch(1)) == later
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_first_batches_that_all_epochs_repeat_are_those_of_before_a_resume(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def begun(seed: int) -> Any:
+        torch.default_generator = Generator(seed)
+        data = feed(DataLoader(torch.default_generator), limit=2)
+        data.repeat_first_epoch()
+        return data
+
+    data = begun(1)
+    first = rows(data.epoch(0))
+    local_batches = data.epoch(1)
+    list(islice(local_batches, int(inside)))
+    state = data.state(inside_epoch=inside)
+    data = begun(2)
+    data.resume_from(state)
+    assert rows(data.epoch(1, skip=int(inside))) == first[int(inside) :]
+    assert rows(data.epoch(2)) == first
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_any_number_of_ranks_opens_a_loader_as_often(size: int) -> None:
     data = feed(loader := DataLoader(), 0, size)

@@ -249,6 +249,16 @@ def test_fewer_batches_than_steps_per_epoch(quiet: dict[str, Any]) -> None:
         assert trainer.progress.step == 6
 
 
+def test_a_generator_that_ends_before_the_steps_of_an_epoch(quiet: dict[str, Any]) -> None:
+    with Trainer(quiet) as trainer:
+        for batches, epoch in ((3, 1), (5, 2), (7, 2)):
+            data = (arrays(5, number) for number in range(batches))
+            with pytest.warns(UserWarning, match=f"ran out of data in epoch {epoch}, before its 5"):
+                trainer.fit(build(), data, steps_per_epoch=5, epochs=3, verbose=0)
+            assert trainer.progress.step == batches
+        trainer.fit(build(), (arrays(5, number) for number in range(3)), epochs=2, verbose=0)
+
+
 ENDLESS: dict[str, Callable[[], Any]] = {
     "tf.data": lambda: tf.data.Dataset.from_tensor_slices(arrays()).repeat().batch(5),
     "PyDataset": lambda: Endless(),
