@@ -16,7 +16,6 @@ from keras.src.backend.common import global_state
 from keras.src.losses import loss as loss_module
 from keras.src.random import seed_generator
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.ops import nn_impl_distribute
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import (
@@ -301,7 +300,7 @@ def _count_of_replicas(contexts: Contexts, owner: type, warns: bool) -> Replacem
         if not is_entered(contexts):
             return count
         caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if caller == nn_impl_distribute.__name__:
+        if caller == "tensorflow.python.ops.nn_impl_distribute":
             return 1
         if warns and count > 1 and not caller.startswith(("tensorflow.", "keras.", "ktrainer.")):
             warnings.warn(
