@@ -81,5 +81,5 @@ def _is_for_examples(context: StepContext, shape: tf.TensorShape) -> bool:
     """Whether a shape depends on the rows of the batch, whose number is static in few steps."""
     if shape.rank is None or (shape.rank and shape[0] is None):
         return True
-    rows = context.rows
+    rows = context.rows if context.rows is not None else context.rows_of_draws
     return bool(shape.rank) and rows is not None and shape[0] == tf.get_static_value(rows)

@@ -99,6 +99,8 @@ class StepContext(TracedContext):
         rows: rows of this part's batch as its tensors have them (1 for padding): an int where
             their number is static.
         rows_agree: whether all arguments of a step of the user's own have so many.
+        rows_of_draws: the rows for which `tf.random` draws, where `rows` are not known: those of a
+            pipeline's microbatch, whose tensors have static shapes.
         gathered: row counts and weights of what was gathered in this step; see `steps.all_gather`.
         in_global_loss: a loss of the whole batch is computed now, the same on all ranks; see
             `steps.loss_scope`.
@@ -148,6 +150,7 @@ class StepContext(TracedContext):
     bad: tf.Tensor | None = None
     rows: int | tf.Tensor | None = None
     rows_agree: tf.Tensor | None = None
+    rows_of_draws: int | None = None
     gathered: list[GatheredRows] = field(default_factory=list)
     in_global_loss: bool = False
     split: bool = False

@@ -152,10 +152,9 @@ def _masks(source: str) -> list[bytes]:
 def test_stages_copies_and_microbatches_draw_masks_of_their_own(
     ranks: Callable[..., Any], source: str
 ) -> None:
-    processes = 2 if source == "tf.random" else 4  # of TensorFlow's, one copy alone
-    found = ranks(processes).run(_masks, source)
-    assert list(map(len, found)) == [4] * processes
-    assert len(set().union(*found)) == 4 * processes
+    found = ranks(4).run(_masks, source)
+    assert list(map(len, found)) == [4] * 4
+    assert len(set().union(*found)) == 4 * 4
 
 
 def test_gradients_between_copies_in_half_precision(ranks: Callable[..., Any]) -> None:

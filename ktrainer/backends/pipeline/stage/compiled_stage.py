@@ -66,6 +66,7 @@ class CompiledStage:
         self.stage, self.mode, self.settings = stage, mode, settings
         self.adds = added_before  # whether layers up to this stage have added losses
         self.state, self.specs, self._data = list(state), specs, data
+        self._rows = leaves(data)[0].shape[0]
         self.logs: Any = None  # the structure of what the last stage returns
         self.changes: list[Any] = []  # those of the state that a forward pass changes
         self.weighs_losses = False  # whether its losses are weighted, and not its gradients
@@ -226,6 +227,7 @@ class CompiledStage:
             stage=self.stage.index,
             shared_seeds=self._shared_seeds,
             uniform=self._uniform,
+            rows_of_draws=self._rows,
             denominators=tf.unstack(given.denominators[0]) if given.denominators else [],
             split=self.settings.split and self.mode != "predict",
         )
@@ -269,7 +271,6 @@ class CompiledStage:
         sums = [keras.ops.sum(x) for x in losses]
         if all(x.shape.rank == 0 for x in losses):
             return sums
-        rows = leaves(self._data)[0].shape[0]
         try:
             shapes = loss_shapes_of_any_batch(
                 self.settings.model,
@@ -281,7 +282,7 @@ class CompiledStage:
         except Exception:  # code that needs to know the number of examples
             shapes = []
         if len(shapes) < len(losses):
-            over = [x.shape.rank is None or x.shape[:1] == [rows] for x in losses]
+            over = [x.shape.rank is None or x.shape[:1] == [self._rows] for x in losses]
         else:
             over = [s.rank is None or (s.rank > 0 and s[0] is None) for s in shapes]
         pairs = zip(sums, over, strict=False)
