@@ -145,7 +145,8 @@ def test_the_clock_and_the_end_of_a_generator_end_with_the_averages() -> None:
     x, y = data()
     batches = ((x[i : i + BATCH], y[i : i + BATCH]) for i in [*range(0, len(x), BATCH)] * 2)
     with trainer([swap()], trainer__epochs=9) as it:
-        it.fit(averaging, batches, steps_per_epoch=6)
+        with pytest.warns(UserWarning, match="ran out of data in epoch 3, before its 6 batches"):
+            it.fit(averaging, batches, steps_per_epoch=6)
         close(it, fitted(2, swap()), 0)
 
 
