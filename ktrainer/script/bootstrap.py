@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from ktrainer.script.routing import Routing
 
 _BACKEND = "KERAS_BACKEND"
-_WITH_KERAS = ("backends", "callbacks", "checkpoint", "data", "elastic", "steps", "training")
+_WITH_KERAS = (
+    "backends", "callbacks", "checkpoint", "data", "elastic", "steps", "trainer", "training"
+)  # fmt: skip
 _routing: Routing | None = None
 _replaced = Replacements()
 _first = True

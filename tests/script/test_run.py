@@ -349,6 +349,13 @@ def test_what_a_script_imports_before_keras(line: str, tmp_path: Path) -> None:
     assert result(run_importing(tmp_path, "script.py", "trainer.epochs=1")) == {}
 
 
+def test_a_module_of_the_script_that_makes_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("from ktrainer import Trainer\nimport keras\n")
+    said = "print('RESULT', json.dumps(helper.Trainer.__name__))\n"
+    (tmp_path / "script.py").write_text(f"import helper, json\n{said}")
+    assert result(run_importing(tmp_path, "script.py")) == "Trainer"
+
+
 def test_a_script_that_looks_for_keras_before_it_imports_it(tmp_path: Path) -> None:
     """As libraries do that work with several frameworks."""
     (tmp_path / "script.py").write_text(
