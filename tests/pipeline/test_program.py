@@ -153,7 +153,7 @@ def test_a_weight_of_another_stage_that_is_not_tracked_is_refused(trainer: Train
     chunks = {**PIPELINE["backend"], "schedule": "interleaved", "chunks": 2}
     with make({"backend": chunks}) as it, pytest.raises(ModelError) as error:
         it.fit(_untied, data())
-    assert "first/kernel' is read on stage 1, by a layer that does not track" in str(error.value)
+    assert "first/kernel' is read on stage 1 by a layer that does not track" in str(error.value)
     trainer.fit(_untied, data())
 
 

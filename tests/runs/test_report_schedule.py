@@ -55,12 +55,12 @@ def test_the_actions_of_each_stage_in_their_order(run: Path) -> None:
         orders = [[s[1] for s in lane["spans"] if s[0] != "waits"] for lane in step["lanes"]]
         assert orders[1] == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]  # one F, one B
         assert sorted(orders[0]) == sorted(orders[1])
-        ends = {
-            (k, s[1]): s[2] + s[3] for k, lane in enumerate(step["lanes"]) for s in lane["spans"]
-        }
-        for number in range(4):  # on one clock: a stage gets what the other one has made
-            assert ends[0, f"F{number}"] < ends[1, f"F{number}"]
-            assert ends[1, f"B{number}"] < ends[0, f"B{number}"]
+        spans = {(k, s[1]): s for k, lane in enumerate(step["lanes"]) for s in lane["spans"]}
+        for number in range(4):  # on one clock: a stage ends with what the other one has begun
+            for kind, maker in (("F", 0), ("B", 1)):
+                _, _, begin, *_ = spans[maker, f"{kind}{number}"]
+                _, _, taken, seconds, *_ = spans[1 - maker, f"{kind}{number}"]
+                assert begin < taken + seconds
         assert min(s[2] for lane in step["lanes"] for s in lane["spans"]) == 0.0
         assert any(s[0] == "waits" for s in last["spans"])
 
