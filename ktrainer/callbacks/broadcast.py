@@ -117,16 +117,15 @@ def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any
 
 
 def broadcast_once(program: Program, world: World) -> None:
-    """Broadcast the variables of a program's model, unless that was done since it was compiled, or
-    it has none yet."""
-    needed = not program.is_shared and _has_variables(program.model)
+    """Broadcast the variables of a program's model, unless that was done since it was compiled and
+    none was made since, or it has none yet."""
+    count = len(program.model.variables)
+    needed = count != program.shared_variables and _has_variables(program.model)
     if world.heals:  # a rank that has joined may have another history
         needed = world.any(needed, "are variables to be broadcast")
     if needed:
         broadcast_model(program.model, world)
-        # What `predict` does not use may be made later, by each rank for itself.
-        layers = program.model._flatten_layers(include_self=False)
-        program.is_shared = all(layer.built for layer in layers)
+        program.shared_variables = count
 
 
 def _equalise_partitions(model: Any, placement: Placement) -> None:

@@ -121,6 +121,8 @@ keras.src.layers.layer
         pipeline, tf_distribute: read; how a layer is called, and what is inside
     Layer()._seed_generators
         verify: read; the layers that draw random numbers
+    Layer()._remat_mode
+        pipeline: read; refused, as it hides weights from the gradient of a stage
     Layer()._called
         verify: read; changes when a layer is called first, and is not restored
     Layer().current_call_ctx

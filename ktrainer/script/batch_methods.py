@@ -101,7 +101,7 @@ class BatchMethods:
             if program not in self._equal:  # the optimizer's, too, which evaluating has not made
                 broadcast_model(model, self.trainer.world)
                 self._equal.add(program)
-                program.is_shared = True
+                program.shared_variables = len(model.variables)
             model.reset_metrics()
             logs = program.train([batch.local])
             counted = batch.local.examples if program.counts_metrics else 0

@@ -33,13 +33,14 @@ class Program(ABC):
         counts_metrics: whether metrics are counted, and outputs computed, in this process. Those
             of all such processes together are the model's.
         trainable: whether each weight, by its `id()`, was trainable at the first `fit`.
-        is_shared: whether all ranks have had the variables of rank 0 since the model was compiled.
+        shared_variables: how many variables the model had as all ranks got those of rank 0, since
+            it was compiled.
     """
 
     model: keras.Model
     counts_metrics: bool = True
     trainable: Mapping[int, bool] = {}
-    is_shared: bool = False
+    shared_variables: int = 0
 
     @abstractmethod
     def build(self, spec: Any, training: bool = True) -> None:

@@ -144,6 +144,8 @@ class Loop:
             lambda: self.program.can_train_many,
             triggers.accumulate,
         )
+        limits = context.config.trainer
+        self._limit = limits.fast_dev_run or limits.limit_train_batches or None
         guards = [c for c in callbacks.callbacks if isinstance(c, LossGuard)]
         self._stops_at_bad_loss = any(guard.stops_at_once for guard in guards)
         always = any(str(guard.every.duration) == "1ba" for guard in guards)
@@ -332,7 +334,8 @@ class Loop:
             swapped_as_before(ours if begun else []),
         ):
             self.callbacks.on_epoch_begin(epoch)  # which broadcasts the variables
-        progress.begun = self.program.is_shared = True
+        progress.begun = True
+        self.program.shared_variables = len(self.model.variables)
 
     def _batches(self, epoch: int, skip: int) -> Generator[Updates, Any, bool]:
         """Train on an epoch's local batches but the first `skip`; whether a stop left some."""
@@ -468,7 +471,8 @@ class Loop:
             return
         feed = self.state.feed
         wanted, found = feed.batches_per_epoch, feed.source_batches
-        if feed.exhausted and feed.num_batches is not None:  # of an epoch, as it was asked for
+        asked = self._limit is None or epoch + 1 < self.triggers.epochs  # a limit is at most
+        if feed.exhausted and feed.num_batches is not None and asked:
             warnings.warn(
                 f"Your input ran out of data in epoch {epoch + 1}, before its {feed.num_batches} "
                 "batches, so training ends. Give more data, or ask for fewer batches or epochs",

@@ -220,6 +220,11 @@ class _AssignsPlainVariable(layers.Layer):
         return inputs
 
 
+def _rematerialized() -> Any:
+    with keras.RematScope("full"):
+        return layers.Dense(4)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -232,6 +237,7 @@ class _AssignsPlainVariable(layers.Layer):
         (_AssignsWeight, "the layer of .*scale' assigns a weight"),
         (_MaskedPenalty, r"computed inside a layer.*Pass it to compile"),
         (lambda: layers.Dense(4, dtype="float8_from_float32"), "'dense.*' computes in float8"),
+        (_rematerialized, "'dense.*' was made in a keras.RematScope.*backend.recompute=true"),
     ],
 )
 def test_layers_that_parts_of_a_batch_would_change_are_refused(

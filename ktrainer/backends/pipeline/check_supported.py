@@ -62,6 +62,11 @@ def refuse_layers(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise ModelError(explain_assigned_weight(layer.name))
+        if getattr(layer, "_remat_mode", None) is not None:
+            raise ModelError(
+                f"{layer.name!r} was made in a keras.RematScope, under which a pipeline would lose "
+                "its weights' gradients. Leave the scope out, and set backend.recompute=true"
+            )
         if getattr(layer.dtype_policy, "quantization_mode", None) == "float8":
             raise ModelError(
                 f"{layer.name!r} computes in float8, with scales from the largest values of a "
