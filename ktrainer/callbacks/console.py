@@ -91,9 +91,8 @@ class _Progress(Reporter):
         """Continue the time and the epochs of others: of an earlier start, or a lost first rank."""
         if not self._began:
             self._began_at = time.perf_counter() - progress.elapsed
-        history = getattr(self.model, "history", None)  # Keras' own fit sets it at an epoch's end
-        if not self._epochs and history is not None:
-            self._epochs, self._judged = epochs_of(history)
+        if not self._epochs:
+            self._epochs, self._judged = epochs_of(self.model.history)
 
     @property
     def epochs(self) -> int | None:

@@ -108,7 +108,7 @@ def final_report(
 def epochs_of(history: Any) -> tuple[dict[int, dict[str, float]], bool]:
     """Logs by epoch, from 0, and whether the losses of validation are among them. A
     `keras.callbacks.History` does not say of which epochs a metric is that some do not have."""
-    epochs, metrics = history.epoch, history.history
+    epochs, metrics = getattr(history, "epoch", []), history.history  # set as training begins
     whole = {name: values for name, values in metrics.items() if len(values) == len(epochs)}
     logs = {epoch: {k: v[i] for k, v in whole.items()} for i, epoch in enumerate(epochs)}
     return {epoch: as_floats(each) for epoch, each in logs.items()}, not (
