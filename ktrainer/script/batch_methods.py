@@ -77,9 +77,9 @@ class BatchMethods:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self._specs: WeakKeyDictionary[Program, dict[Any, Any]] = WeakKeyDictionary()
         self._equal: WeakSet[Program] = WeakSet()
         self._said = False
-        self._specs: WeakKeyDictionary[Program, dict[Any, Any]] = WeakKeyDictionary()
 
     def train_on_batch(
         self,

@@ -70,8 +70,7 @@ class HistoryLog(Reporter):
 
     def on_restore(self, progress: Progress) -> None:
         if self._started:
-            where = {"step": progress.step, "epoch": progress.epoch, "batch": progress.batch}
-            self._append("rollback", **where)
+            self._append("rollback", **_place(progress))
         else:
             self._start(progress)
 
@@ -97,8 +96,7 @@ class HistoryLog(Reporter):
         }
         if progress.step == 0:  # later, the optimizer's settings are those of the moment
             facts["model"] = recorded_model_facts(self.model)
-        where = {"step": progress.step, "epoch": progress.epoch, "batch": progress.batch}
-        self._append("start", **where, **facts)
+        self._append("start", **_place(progress), **facts)
         launcher_events.report_history(str(self.path))
 
     # -- rows
@@ -187,9 +185,7 @@ class HistoryLog(Reporter):
         last = healed[-1] if healed else None
         self._append(
             "ranks",
-            step=back.step,
-            epoch=back.epoch,
-            batch=back.batch,
+            **_place(back),
             ranks=self.world.size,
             lost=list(last.lost) if last else [],
             joined=last.joined if last else None,
@@ -257,3 +253,8 @@ class HistoryLog(Reporter):
         where = {"fit": max(1, state.fits)} | ({"inside": state.inside} if state.inside else {})
         self._sign = time.monotonic()
         history_file.append(self.path, event, **where, **fields)
+
+
+def _place(progress: Progress) -> dict[str, int]:
+    """Where training continues: updates made, finished epochs, updates of the present one."""
+    return {"step": progress.step, "epoch": progress.epoch, "batch": progress.batch}

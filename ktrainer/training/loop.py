@@ -453,8 +453,8 @@ class Loop:
 
     def _finished(self) -> bool:
         return (
-            self.state.out_of_time
-            or self.model.stop_training
+            self.model.stop_training
+            or self.state.out_of_time
             or self.state.progress.epoch >= self.triggers.epochs
             or self.steps_left == 0
             or self.state.feed.exhausted
@@ -478,9 +478,9 @@ class Loop:
                 "batches, so training ends. Give more data, or ask for fewer batches or epochs",
                 stacklevel=2,
             )
-        elif epoch != self.triggers.initial_epoch:
             return
-        elif wanted and found is not None and found < wanted:
+        begins = epoch == self.triggers.initial_epoch
+        if begins and wanted and found is not None and found < wanted:
             warnings.warn(
                 f"Your input ran out of data: it has {found} batches, fewer than steps_per_epoch="
                 f"{wanted}, so each epoch has {found}. Let the data repeat itself, or leave "

@@ -59,11 +59,11 @@ def build_deferred(build: Callable[[], Any]) -> Any:
     """
     with deferred() as scope:
         model = _built(build, scope)
-    deferrable = {id(v) for v in _placed_variables(model)}
-    if any(tf.is_symbolic_tensor(x) and id(v) in deferrable for v, x in scope.updates):
+    every, deferrable = scope.updates, {id(v) for v in _placed_variables(model)}
+    if any(tf.is_symbolic_tensor(x) and id(v) in deferrable for v, x in every):
         raise ModelError(_TRAINS)
     # Others are seeds that functions drew from while they were traced.
-    updates = [(v, x) for v, x in scope.updates if not tf.is_symbolic_tensor(x)]
+    updates = [(v, x) for v, x in every if not tf.is_symbolic_tensor(x)]
     _assign_now(updates, deferrable)
     if isinstance(model, keras.Model):  # else the Trainer raises an error
         _assigned[model] = {id(v): value for v, value in updates if v._value is None}
