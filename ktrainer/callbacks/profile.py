@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.distributed.clock_offsets import clock_offsets
+from ktrainer.distributed.clock_offsets import clock_offset
 from ktrainer.distributed.world import World
 from ktrainer.runtime.private_file import write_private
 from ktrainer.state import trace_spans
@@ -142,22 +142,19 @@ class _FirstClock:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._offset, self._at, self.error = self._compare()
+        self._first = clock_offset(world)
         self._drift = 0.0  # of the offset, in seconds a second
-
-    def _compare(self) -> tuple[float, float, float]:
-        offsets = clock_offsets(self._world)
-        return offsets.seconds[self._world.rank], time.perf_counter(), offsets.error
+        self.error = self._first.error
 
     def compare_again(self) -> None:
         """Measure how the two clocks have drifted apart."""
-        offset, at, error = self._compare()
-        self._drift = (offset - self._offset) / (at - self._at)
-        self.error = max(self.error, error)
+        first, now = self._first, clock_offset(self._world)
+        self._drift = (now.seconds - first.seconds) / (now.moment - first.moment)
+        self.error = max(first.error, now.error)
 
     def of(self, moment: float) -> float:
         """A moment of this rank's clock."""
-        return moment + self._offset + self._drift * (moment - self._at)
+        return moment + self._first.seconds + self._drift * (moment - self._first.moment)
 
 
 def trace_of(ranks: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> dict[str, Any]:

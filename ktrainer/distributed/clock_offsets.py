@@ -12,36 +12,44 @@ _WHAT = "offsets of clocks"
 
 
 @dataclass(frozen=True)
-class ClockOffsets:
-    """Offsets of the ranks' `time.perf_counter`.
+class ClockOffset:
+    """Offset of this rank's `time.perf_counter` at a moment.
 
     Attributes:
-        seconds: for each rank, to add to its clock for that of rank 0.
-        error: seconds by which one of them may be wrong, at most.
+        seconds: to add to it for that of rank 0.
+        moment: of this rank's clock.
+        error: seconds by which the offset of any rank may be wrong, at most.
     """
 
-    seconds: tuple[float, ...]
+    seconds: float
+    moment: float
     error: float
 
 
-def clock_offsets(world: World) -> ClockOffsets:
-    """Measure the offsets by some barriers; all ranks call it together.
+def clock_offset(world: World) -> ClockOffset:
+    """Measure the offset by some barriers; all ranks call it together.
 
     No rank leaves a barrier before another one has entered it, which bounds the offset of two
-    clocks from both sides. The bounds of all rounds together are as far apart as the quickest
-    barrier took, and the offset is taken to be in the middle.
+    clocks from both sides. The quickest barrier counts, as clocks may drift apart meanwhile, and
+    the offset is taken to be in the middle of its bounds.
     """
-    entered, left = [], []
+    rounds = []
     for _ in range(_ROUNDS):
-        entered.append(time.perf_counter())
+        entered = time.perf_counter()
         world.barrier(_WHAT)
-        left.append(time.perf_counter())
-    every = world.allgather((entered, left), _WHAT)
-    offsets, errors = [0.0], [0.0]
-    first_entered, first_left = every[0]
-    for entered, left in every[1:]:
-        low = max(a - b for a, b in zip(first_entered, left, strict=True))
-        high = min(a - b for a, b in zip(first_left, entered, strict=True))
-        offsets.append((low + high) / 2)
-        errors.append((high - low) / 2)
-    return ClockOffsets(tuple(offsets), max(errors))
+        rounds.append((entered, time.perf_counter()))
+    first, *others = world.allgather(rounds, _WHAT)
+    found = [(0.0, 0.0, first[0][0]), *(_quickest(first, other) for other in others)]
+    _, seconds, moment = found[world.rank]
+    return ClockOffset(seconds, moment, max(error for error, _, _ in found))
+
+
+def _quickest(
+    first: list[tuple[float, float]], other: list[tuple[float, float]]
+) -> tuple[float, float, float]:
+    """(error, offset, moment) by the barrier that took two ranks the least time."""
+    found = []
+    for (first_entered, first_left), (entered, left) in zip(first, other, strict=True):
+        low, high = first_entered - left, first_left - entered
+        found.append(((high - low) / 2, (low + high) / 2, (entered + left) / 2))
+    return min(found)
