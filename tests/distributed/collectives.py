@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import ml_dtypes
@@ -18,7 +19,6 @@ import numpy as np
 from ktrainer.distributed import SingleWorld, World, mpi_chunks, open_world
 
 SECONDS = 20.0
-LATE = 4  # how many deadlines a late rank is late
 OPS = ("sum", "average", "min", "max")
 SHAPES = ((), (1,), (1000,), (3, 1, 5), (0,))
 INTEGERS = [np.dtype(np.int32), np.dtype(np.int64)]
@@ -50,6 +50,14 @@ def opened(kind: str, deadline: float = SECONDS) -> Iterator[World]:
     yield world
     if kind != "mpi":
         world.close()
+
+
+def wait_for_files(*paths: Path, seconds: float = 60.0) -> None:
+    """Wait for what other ranks create, which may not communicate, when they have come so far."""
+    end = time.monotonic() + seconds
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"not all of {paths} are there after {seconds:g} s"
+        time.sleep(0.02)
 
 
 def given(rank: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -203,15 +211,17 @@ def barrier(kind: str) -> tuple[float, float]:
         return came, time.monotonic()
 
 
-def late(kind: str, operation: str, deadline: float) -> None:
-    """Rank 1 comes to `operation` long after the deadline of the others, or not at all."""
-    with opened(kind, deadline) as world:
+def late(kind: str, operation: str, deadline: float, folder: Path) -> None:
+    """Rank 1 comes to `operation` after the deadline of the others, or not at all."""
+    with opened(kind) as world:
+        world.barrier()  # the others begin to wait together: each answers the other's question
         world.step = 7
         if world.rank == 1:
-            time.sleep(LATE * deadline)
             if kind == "mpi":
                 return
-            world.deadline = SECONDS  # Horovod would wait for this rank for good
+            wait_for_files(folder / "0", folder / "2")  # Horovod would wait for this rank for good
+        else:
+            world.deadline = deadline
         calls = {
             "barrier": world.barrier,
             "broadcast": lambda: world.broadcast(np.zeros(3), 1),
@@ -219,7 +229,10 @@ def late(kind: str, operation: str, deadline: float) -> None:
             "allreduce": lambda: world.allreduce(1.0),
             "any": lambda: world.any(False),
         }
-        calls[operation]()
+        try:
+            calls[operation]()
+        finally:
+            (folder / str(world.rank)).touch()
 
 
 def stopped(deadline: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from ktrainer.errors import DeadlineExceeded, WorldError
 from tests.distributed import collectives
 
-DEADLINE = 0.5
+DEADLINE = 2.0  # ranks answer questions in the last quarter of it
 
 WORLDS = [
     *(pytest.param("mpi", size, id=f"mpi-{size}") for size in (1, 2, 3)),
@@ -82,25 +83,25 @@ def test_one_process_follows_the_same_rules() -> None:
     ],
 )
 def test_a_wait_for_a_late_rank_ends_in_time(
-    ranks: Callable[..., Any], kind: str, operation: str
+    ranks: Callable[..., Any], kind: str, operation: str, tmp_path: Path
 ) -> None:
     group = _group(ranks, kind, 3) if kind == "horovod" else ranks(3, "late")
     group.run(collectives.barrier, kind)  # imports are not waits
-    outcomes = group.outcomes(collectives.late, kind, operation, DEADLINE)
+    outcomes = group.outcomes(collectives.late, kind, operation, DEADLINE, tmp_path)
     assert outcomes[1].error is None, outcomes[1].traceback
     for outcome in (outcomes[0], outcomes[2]):
         error = outcome.error
         assert isinstance(error, DeadlineExceeded), outcome
         assert (error.rank, error.step, error.operation) == (outcome.rank, 7, operation)
-        assert f"rank {outcome.rank} waited 0.5 s at step 7 in {operation!r}" in str(error)
+        assert f"rank {outcome.rank} waited {DEADLINE:g} s at step 7 in {operation!r}" in str(error)
         if kind == "mpi":
             assert "No answer from rank 1: stopped, failed, or busy" in str(error)
             assert f"Waiting at step 7 in {operation!r}: rank {2 - outcome.rank}." in str(error)
-        assert DEADLINE <= outcome.seconds < collectives.LATE * DEADLINE
+        assert DEADLINE <= outcome.seconds < collectives.SECONDS
 
 
-def _asks_in_a_wait(seconds: float) -> int:
-    """How often MPI is asked whether the last rank has come."""
+def _asks_in_a_wait(seconds: float) -> tuple[int, float]:
+    """How often MPI is asked whether the last rank has come, and how long the wait is."""
     from ktrainer.distributed import current_world, mpi_world
 
     world, asks = current_world(), [0]
@@ -116,15 +117,17 @@ def _asks_in_a_wait(seconds: float) -> int:
         patch.setattr(mpi_world, "_SPIN_SECONDS", 0.0)
         if world.rank == world.size - 1:
             time.sleep(seconds)
+        began = time.monotonic()
         world.barrier()
-    return asks[0]
+    return asks[0], time.monotonic() - began
 
 
 def test_a_rank_that_waits_leaves_its_core(ranks: Callable[..., Any]) -> None:
     """It pauses for a two-hundredth of the wait, from 200 ms on for 1 ms: 200 ln(200 ms / 10 ms)
     times, and then 800 times."""
-    asks = ranks(2).run(_asks_in_a_wait, 1.0)[0]
-    assert asks < 2000  # some hundred more at first; every 50 us would be about 10,000
+    asks, waited = ranks(2).run(_asks_in_a_wait, 1.0)[0]
+    # Some hundred more at first; every 50 us would be about 10,000 in a second.
+    assert asks < 1000 + 1000 * waited
 
 
 def test_pauses_of_a_wait() -> None:
@@ -136,40 +139,52 @@ def test_pauses_of_a_wait() -> None:
 def test_a_wait_asks_who_is_missing_however_late_it_is(ranks: Callable[..., Any]) -> None:
     group = ranks(2, "late")
     group.run(collectives.barrier, "mpi")
-    first, _ = group.outcomes(collectives.stopped, DEADLINE)
+    first, _ = group.outcomes(collectives.stopped, 0.5)
     assert isinstance(first.error, DeadlineExceeded), first
     assert "No answer from rank 1: stopped, failed, or busy" in str(first.error)
 
 
-def _progress(seconds: float) -> None:
+def _progress(until: Callable[[], bool]) -> None:
     """Let MPI continue with what it kept, while others take the memory that was freed."""
     from mpi4py import MPI
 
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    end = time.monotonic() + 60.0
+    while not until():
+        assert time.monotonic() < end, "other ranks have not come so far within 60 s"
         MPI.COMM_WORLD.Iprobe()
         np.full(800_000, 2.0)
 
 
-def _sums_after_one_rank_was_late() -> list[float | str]:
+def _sums_after_one_rank_was_late(refused: Path, summed: Path) -> list[float | str]:
+    """Rank 1 comes to the first sum when rank 0 was refused the second one."""
     from ktrainer.distributed.mpi_world import MpiWorld
 
     world = MpiWorld(60)
-    world.deadline = 0.2
-    time.sleep(0.6 * (world.rank == 1))
-    found: list[float | str] = []
-    for _ in range(2):
+
+    def told(deadline: float) -> float | str:
+        world.deadline = deadline
         try:
-            found.append(float(world.oob_allreduce(np.ones(1000), "sum").max()))
+            return float(world.oob_allreduce(np.ones(1000), "sum").max())
         except WorldError as error:
-            found.append(str(error))
-    _progress(1.0)
-    return found
+            return str(error)
+
+    if world.rank == 0:
+        found = [told(0.2), told(0.2)]
+        refused.touch()
+        _progress(summed.exists)
+        return found
+    collectives.wait_for_files(refused)
+    found = [told(20.0)]
+    summed.touch()
+    return [*found, told(0.2)]
 
 
-def test_after_a_deadline_a_rank_can_no_longer_communicate(ranks: Callable[..., Any]) -> None:
+def test_after_a_deadline_a_rank_can_no_longer_communicate(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
     """Its next operation, whatever it was, would be taken for the other ranks' next."""
-    first, late = ranks(2, "late").run(_sums_after_one_rank_was_late)
+    files = tmp_path / "refused", tmp_path / "summed"
+    first, late = ranks(2, "late").run(_sums_after_one_rank_was_late, *files)
     assert "rank 0 waited 0.2 s" in first[0]
     assert "rank 0 can no longer communicate" in first[1]
     assert first[0].partition("\n")[0] in first[1]
@@ -177,7 +192,7 @@ def test_after_a_deadline_a_rank_can_no_longer_communicate(ranks: Callable[..., 
     assert "rank 1 waited 0.2 s" in late[1]
 
 
-def _deadlines_met(operation: str) -> int:
+def _deadlines_met(operation: str, folder: Path) -> int:
     """In turn one rank comes after the deadline of the others; how many this one has met."""
     import tensorflow as tf
     from mpi4py import MPI
@@ -188,11 +203,13 @@ def _deadlines_met(operation: str) -> int:
 
     met, several_pieces = 0, 800_000
     for late in range(MPI.COMM_WORLD.size):
+        ended = [folder / f"{late} {rank}" for rank in range(MPI.COMM_WORLD.size)]
         world = MpiWorld(60)
         gradients, one = MpiGradients(world), tf.ones([], tf.float64)
         world.barrier()
         world.deadline = 0.1
-        time.sleep(0.4 * (world.rank == late))
+        if world.rank == late:
+            collectives.wait_for_files(*(path for path in ended if path != ended[late]))
         try:
             array = np.ones(several_pieces)
             if operation == "oob_allreduce":
@@ -206,7 +223,10 @@ def _deadlines_met(operation: str) -> int:
         except Exception as error:
             met += isinstance(gradients.failure(error) or error, DeadlineExceeded)
         del array
-        _progress(0.5)
+        ended[world.rank].touch()
+        _progress(lambda ended=ended: all(path.exists() for path in ended))
+        later = time.monotonic() + 0.2
+        _progress(lambda later=later: time.monotonic() > later)
         gradients.close()
         world.close()
     return met
@@ -215,7 +235,7 @@ def _deadlines_met(operation: str) -> int:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("operation", ["oob_allreduce", "sum", "reduce", "reduce_in_place"])
 def test_buffers_outlive_a_wait_that_met_its_deadline(
-    ranks: Callable[..., Any], operation: str
+    ranks: Callable[..., Any], operation: str, tmp_path: Path
 ) -> None:
     """MPI crashes, then or later, when it makes progress on memory that was freed."""
-    assert min(ranks(3, "late").run(_deadlines_met, operation)) >= 2
+    assert min(ranks(3, "late").run(_deadlines_met, operation, tmp_path)) >= 2
