@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,21 +34,24 @@ def test_groups_use_their_collectives_at_the_same_time(
             check(results[first::2])
 
 
-def test_a_barrier_is_for_the_group_alone(ranks: Callable[..., Any]) -> None:
-    # The last of the odd ranks comes late; the even ones do not wait for it.
-    came, left = zip(*ranks(4).run(_barrier), strict=True)
+def test_a_barrier_is_for_the_group_alone(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    # The last of the odd ranks comes when the even ones have left: they do not wait for it.
+    came, left = zip(*ranks(4).run(_barrier, tmp_path), strict=True)
     assert max(came[1::2]) <= min(left[1::2])
     assert max(left[0::2]) < max(came)
 
 
-def _barrier() -> tuple[float, float]:
+def _barrier(folder: Path) -> tuple[float, float]:
     with collectives.opened("group") as group:
         distributed.current_world().barrier()
-        if distributed.current_world().rank == 3:
-            time.sleep(0.5)
+        rank = distributed.current_world().rank
+        if rank == 3:
+            collectives.wait_for_files(folder / "0", folder / "2")
         came = time.monotonic()
         group.barrier()
-        return came, time.monotonic()
+        left = time.monotonic()
+        (folder / str(rank)).touch()
+        return came, left
 
 
 def _place(ranks: Sequence[int]) -> tuple[Any, ...]:
@@ -92,10 +97,9 @@ def _late() -> None:
     whole: Any = distributed.current_world()
     group = whole.group([whole.rank % 2, whole.rank % 2 + 2], "the odd or even ones")
     # After it was opened: a group has the step and the deadline that the world has now.
-    whole.step, whole.deadline = 7, 0.5
-    assert (group.step, group.deadline) == (7, 0.5)
+    whole.step, whole.deadline = 7, 0.5 if whole.rank == 1 else collectives.SECONDS
+    assert (group.step, group.deadline) == (7, whole.deadline)
     if whole.rank == 3:
-        time.sleep(2.0)
         return
     group.oob_allreduce(np.float32(1))
 
@@ -119,15 +123,16 @@ def _use_again(interrupted: str) -> list[tuple[str, bool]]:
     transport = Transport(group, 2)
     whole.deadline = 0.3
     if whole.rank == 1:
-        time.sleep(1.0)
         return []
+    enough = threading.Event()
     try:
         if interrupted == "group":
             group.barrier()
         else:
-            call_with_deadline(whole, lambda: time.sleep(1.0), "open something")
+            call_with_deadline(whole, lambda: enough.wait(60), "open something")
     except DeadlineExceeded as error:
         first = error
+    enough.set()
     found = []
     uses: list[Callable[[], Any]] = [whole.barrier, group.barrier, whole.duplicate]
     for use in [*uses, lambda: transport.send_object(0, 0, "an object")]:
@@ -150,21 +155,28 @@ def test_after_a_deadline_nothing_of_the_world_is_used(
         assert caused
 
 
-def _blocked() -> None:
+def _blocked(folder: Path) -> None:
     whole: Any = distributed.current_world()
-    whole.step, whole.deadline = 7, 1.0
+    whole.deadline = collectives.SECONDS
+    whole.barrier()  # the others begin to wait together: each answers the other's question
+    whole.step, whole.deadline = 7, 2.0
     if whole.rank == 1:
-        time.sleep(2.5)
+        collectives.wait_for_files(folder / "0", folder / "2")
         return
-    call_with_deadline(whole, lambda: time.sleep(5.0), "open the group")
+    try:
+        call_with_deadline(whole, lambda: time.sleep(60.0), "open the group")
+    finally:
+        (folder / str(whole.rank)).touch()
 
 
-def test_a_blocking_call_that_takes_too_long_says_who_is_missing(ranks: Callable[..., Any]) -> None:
-    outcomes = ranks(3, "late").outcomes(_blocked)
+def test_a_blocking_call_that_takes_too_long_says_who_is_missing(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    outcomes = ranks(3, "late").outcomes(_blocked, tmp_path)
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, DeadlineExceeded), outcome
         said = str(outcome.error)
-        assert "waited 1 s at step 7 in 'open the group'" in said
+        assert "waited 2 s at step 7 in 'open the group'" in said
         assert "No answer from rank 1: stopped, failed, or busy" in said
         assert f"Waiting at step 7 in 'open the group': rank {2 - outcome.rank}." in said
         assert "in _blocked" in said.partition("\nrank 1 (process ")[2]
