@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +20,14 @@ from tests.processes import python
 
 SCRIPT = """
 import os, sys, time
+from pathlib import Path
 import numpy as np
 from ktrainer.config.cluster_environment import ClusterSpec
 from ktrainer.distributed.cluster_world import ClusterWorld
 from ktrainer.errors import WorldError
 
 rank, addresses, what = int(sys.argv[1]), tuple(sys.argv[2].split(",")), sys.argv[3]
-world = ClusterWorld(ClusterSpec({"worker": addresses}, "worker", rank), 5.0)
+world = ClusterWorld(ClusterSpec({"worker": addresses}, "worker", rank), float(sys.argv[4]))
 world.deadline = 3.0
 assert (world.rank, world.size, world.local_rank) == (rank, len(addresses), rank)
 if what == "collectives":
@@ -48,12 +50,15 @@ elif what == "paths":
     world.barrier("one way" if rank == 0 else "another way")
 elif what == "late":
     world.deadline = 0.5
-    time.sleep(1.5 * rank)
+    gave_up = Path(sys.argv[5])
+    while rank == 1 and not gave_up.exists():
+        time.sleep(0.02)
     for _ in range(2):
         try:
             print(world.oob_allreduce(rank), flush=True)
         except WorldError as error:
             print(type(error.__cause__).__name__, str(error).splitlines()[0], flush=True)
+        gave_up.touch()
 else:
     world.step = 7
     print("ready", flush=True)
@@ -73,18 +78,23 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def started(
-    what: str, size: int, but: tuple[int, ...] = (), keys: dict[int, str] | None = None
+    what: str,
+    size: int,
+    *more: object,
+    but: tuple[int, ...] = (),
+    keys: dict[int, str] | None = None,
+    start_timeout: float = 20.0,
 ) -> Iterator[dict[int, Any]]:
-    """The ranks of a cluster, without those in `but`."""
+    """The ranks of a cluster, without those in `but`; the script reads `more` of its arguments."""
     addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(size))
-    processes = {}
+    processes, arguments = {}, (start_timeout, *more)
     try:
         for rank in range(size):
             if rank in but:
                 continue
             key = (keys or {}).get(rank)
             processes[rank] = subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(rank), addresses, what],
+                [sys.executable, "-c", SCRIPT, *map(str, (rank, addresses, what, *arguments))],
                 cwd=ROOT,
                 env={**os.environ, **({"KTRAINER_CLUSTER_KEY": key} if key else {})},
                 stdout=subprocess.PIPE,
@@ -103,7 +113,7 @@ def started(
 def test_collectives(size: int) -> None:
     with started("collectives", size) as ranks:
         for process in ranks.values():
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=60)
             assert process.returncode == 0, said
 
 
@@ -111,10 +121,10 @@ def test_collectives(size: int) -> None:
 @pytest.mark.parametrize(("missing", "by"), [(2, 0), (0, 1)])
 def test_a_process_that_is_missing_at_the_start_is_named(missing: int, by: int) -> None:
     start = time.monotonic()
-    with started("collectives", 3, but=(missing,)) as ranks:
-        _, said = ranks[by].communicate(timeout=30)
+    with started("collectives", 3, but=(missing,), start_timeout=5.0) as ranks:
+        _, said = ranks[by].communicate(timeout=60)
         assert ranks[by].returncode == 1
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
     assert f"Not there: rank {missing} (127.0.0.1:" in said
     assert "backend.start_timeout" in said
 
@@ -138,13 +148,13 @@ def test_a_process_that_ends_or_stops_is_named_by_all(number: int, victim: int) 
 def test_different_paths_are_found() -> None:
     with started("paths", 2) as ranks:
         for process in ranks.values():
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=60)
             assert "rank 1 in 'another way'" in said
 
 
-def test_after_a_deadline_a_rank_can_no_longer_communicate() -> None:
+def test_after_a_deadline_a_rank_can_no_longer_communicate(tmp_path: Path) -> None:
     """The answer to a late sum would be taken for that to the next one."""
-    with started("late", 2) as processes:
+    with started("late", 2, tmp_path / "gave up") as processes:
         for rank, process in processes.items():
             waited, then = process.communicate(timeout=60)[0].splitlines()
             assert "rank 0 waited 0.5 s" in waited
@@ -156,17 +166,18 @@ def test_a_silent_server_at_the_address_is_not_waited_for() -> None:
     """As a notebook server on Slurm's port would."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         addresses = f"127.0.0.1:{silent.getsockname()[1]},127.0.0.1:1"
-        done = python("-c", SCRIPT, 1, addresses, "collectives", seconds=30)
+        done = python("-c", SCRIPT, 1, addresses, "collectives", 5, seconds=60)
         assert "Not there: rank 0" in done.stderr
-        done = python("-c", SCRIPT, 0, addresses, "collectives", seconds=30)
+        done = python("-c", SCRIPT, 0, addresses, "collectives", 5, seconds=60)
         assert "cannot listen at 127.0.0.1:" in done.stderr
         assert "KTRAINER_PORT" in done.stderr
 
 
 @pytest.mark.exhaustive
 def test_processes_with_another_key_are_refused() -> None:
-    with started("collectives", 2, keys={0: "secret", 1: "guess"}) as ranks:
-        _, said = ranks[1].communicate(timeout=30)
+    keys = {0: "secret", 1: "guess"}
+    with started("collectives", 2, keys=keys, start_timeout=5.0) as ranks:
+        _, said = ranks[1].communicate(timeout=60)
         assert "same KTRAINER_CLUSTER_KEY" in said
-        _, said = ranks[0].communicate(timeout=30)
+        _, said = ranks[0].communicate(timeout=60)
         assert "Not there: rank 1" in said

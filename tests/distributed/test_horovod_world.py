@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -79,21 +78,22 @@ def test_after_a_deadline_a_rank_can_no_longer_communicate(lonely: Any) -> None:
     assert begun == ["oob.1"]
 
 
-def _late(refused: Path) -> str:
+def _late(gave_up: Path, refused: Path) -> str:
     """What a rank is told at its next operation, after rank 1 came late to one of two parts."""
-    with collectives.opened("horovod", 1.0) as opened:
+    with collectives.opened("horovod") as opened:
         world: Any = opened
         world.barrier()
+        world.deadline = 1.0
         if world.rank == 1:
-            time.sleep(2.0)
+            collectives.wait_for_files(gave_up)
         with pytest.raises(DeadlineExceeded):
             world.allgather("an object")
+        gave_up.touch()
         with pytest.raises(WorldError) as refusal:
             world.oob_allreduce(1.0, "sum")
         if world.rank == 1:
             refused.touch()
-        while not refused.exists():
-            time.sleep(0.05)
+        collectives.wait_for_files(refused)
         world._hvd.shutdown()  # ends the second part of rank 1
         return str(refusal.value)
 
@@ -102,6 +102,6 @@ def _late(refused: Path) -> str:
 def test_a_late_rank_is_not_taken_for_one_in_the_next_operation(
     ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
-    told = ranks(2, "horovod late").run(_late, tmp_path / "refused")
+    told = ranks(2, "horovod late").run(_late, tmp_path / "gave up", tmp_path / "refused")
     for rank, said in enumerate(told):
         assert f"rank {rank} can no longer communicate" in said
