@@ -67,17 +67,23 @@ def test_links_are_cut_mended_and_slow(hosts: Callable[[int], Hosts]) -> None:
     made.slow(0)
 
 
-def test_a_cut_link_cuts_the_agent_over_the_network(hosts: Callable[[int], Hosts]) -> None:
+def test_a_cut_link_cuts_the_agent_over_the_network(
+    hosts: Callable[[int], Hosts], within: Callable[..., None], tmp_path: Path
+) -> None:
     made = hosts(2)
     words = (made.names[1], "cat; echo $ANSWER >&2; exit 7")
     made.prelude(1, "export ANSWER=42")
     done = made.run(0, made.network_agent, *words)
     assert (done.returncode, done.stdout, done.stderr) == (7, "", "42\n")
-    agent = made.start(0, made.network_agent, made.names[1], "echo up; sleep 1; echo on; sleep 60")
+    cut, said = tmp_path / "cut", tmp_path / "said"
+    command = f"echo up; until [ -e {cut} ]; do sleep 0.1; done; echo on; touch {said}; sleep 60"
+    agent = made.start(0, made.network_agent, made.names[1], command)
     assert agent.stdout is not None
     assert agent.stdout.readline() == "up\n"
     made.cut(1)
-    assert not select.select([agent.stdout], [], [], 2)[0]
+    cut.touch()
+    within(30, said.exists)
+    assert not select.select([agent.stdout], [], [], 0.5)[0]
     made.mend(1)
     assert agent.stdout.readline() == "on\n"
 
