@@ -76,6 +76,10 @@ def _leak_variable() -> None:
     os.environ["FORGOTTEN"] = "1"
 
 
+def _give_time_to_end(seconds: float) -> None:
+    leaks.seconds_to_end = seconds
+
+
 def _is_set(name: str) -> bool:
     return name in os.environ
 
@@ -120,22 +124,28 @@ def _leave_a_collective() -> None:
 def test_late_rank_is_named_with_its_stack_and_group_is_replaced(ranks: Group) -> None:
     pids = [r[2] for r in ranks(2, "late").run(_place)]
     with pytest.raises(RanksTimeout, match=r"no answer from rank\(s\) 1") as caught:
-        ranks(2, "late").run(_sleep_on, 1, 60.0, deadline=0.5)
+        ranks(2, "late").run(_sleep_on, 1, 60.0, deadline=3.0)
     assert "_sleep_on" in str(caught.value)
     assert set(pids).isdisjoint(r[2] for r in ranks(2, "late").run(_place))
 
 
 def test_lost_rank_is_named(ranks: Group) -> None:
-    with pytest.raises(RankLost, match="rank 1 is lost"):
+    # Rank 0 is lost with it if mpirun is quicker than this process.
+    with pytest.raises(RankLost, match=r"rank 1 is lost|ranks 0, 1 are lost"):
         ranks(2, "late").run(_end_on, 1)
 
 
 def test_rank_that_leaves_something_behind_fails(ranks: Group) -> None:
-    with pytest.raises(RankError, match="thread: forgotten"):
-        ranks(2).run(_leak_thread)
-    ranks(2).run(_end_thread)
-    with pytest.raises(RankError, match="variable: FORGOTTEN=1"):
-        ranks(2).run(_leak_variable)
+    before = leaks.seconds_to_end
+    ranks(2).run(_give_time_to_end, 0.5)
+    try:
+        with pytest.raises(RankError, match="thread: forgotten"):
+            ranks(2).run(_leak_thread)
+        ranks(2).run(_end_thread)
+        with pytest.raises(RankError, match="variable: FORGOTTEN=1"):
+            ranks(2).run(_leak_variable)
+    finally:
+        ranks(2).run(_give_time_to_end, before)
     assert ranks(2).run(_is_set, "FORGOTTEN") == [False, False]
 
 

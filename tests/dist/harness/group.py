@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from ktrainer.errors import name_ranks
 from ktrainer.launch.launch_folders import mpi_folder
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
 from ktrainer.launch.process_tree import is_alive, wait_until_ended
@@ -245,19 +246,23 @@ class Ranks:
                 raise self._failure(
                     RanksTimeout, task, f"no answer within {deadline:g} s", outcomes
                 )
+            lost = []
             for connection in ready:
                 assert isinstance(connection, mp.Connection)
                 rank = rank_of[connection]
                 try:
                     message = connection.recv_bytes()
                 except (EOFError, ConnectionError):
-                    error = self._failure(RankLost, task, f"rank {rank} is lost", outcomes)
-                    raise error from None
+                    lost.append(rank)
+                    continue
                 value, error, text, seconds, reusable = wire.unpack_result(message)
                 self._reusable &= reusable
                 outcomes[rank] = Outcome(rank, value, error, text, seconds)
                 if error is not None:
                     end = min(end, time.monotonic() + GRACE_SECONDS)
+            if lost:  # perhaps several: mpirun ends the others then
+                reason = f"{name_ranks(sorted(lost))} {'are' if len(lost) > 1 else 'is'} lost"
+                raise self._failure(RankLost, task, reason, outcomes)
         return [outcomes[rank] for rank in range(self.size)]
 
     def _failure(

@@ -35,14 +35,18 @@ _FOREIGN_VARIABLES = (
 )
 _FOREIGN_FILES = ("/dev/", "/proc/", "/sys/", "anon_inode:", "/memfd:")
 
-_known_processes: set[int] = set()
+# Things have time to end. Tests that leave something behind on purpose shorten it.
+seconds_to_end = 20.0
+
+_known_processes: set[psutil.Process] = set()  # not numbers, which soon are others'
 _known_files: set[str] = set()
 _known_ports: set[str] = set()
 
 
 def expect_process(pid: int) -> None:
     """Do not report this child: it belongs to the pool, which ends it with the session."""
-    _known_processes.add(pid)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        _known_processes.add(psutil.Process(pid))
 
 
 def expect_file(descriptor: int) -> None:
@@ -79,9 +83,9 @@ def take() -> Snapshot:
     )
 
 
-def wait_for_none(before: Snapshot, seconds: float = 2.0) -> list[str]:
-    """Descriptions of what is there now and was not `before`, after some time to wind down."""
-    deadline = time.monotonic() + seconds
+def wait_for_none(before: Snapshot) -> list[str]:
+    """Descriptions of what is there now and was not `before`, after `seconds_to_end` at most."""
+    deadline = time.monotonic() + seconds_to_end
     found = compare(before, take())
     while found and time.monotonic() < deadline:
         gc.collect()
@@ -128,11 +132,9 @@ def _processes() -> Iterable[str]:
     except OSError:
         pids = [child.pid for child in psutil.Process().children()]
     for pid in pids:
-        if pid in _known_processes:
-            continue
         try:
             process = psutil.Process(pid)
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if process not in _known_processes and process.status() != psutil.STATUS_ZOMBIE:
                 yield f"{pid}: {' '.join(process.cmdline())[:120]}"
         except psutil.NoSuchProcess:
             continue
