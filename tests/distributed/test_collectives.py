@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ktrainer.errors import DeadlineExceeded, WorldError
+from tests.dist.harness import leaks
 from tests.distributed import collectives
 
 DEADLINE = 2.0  # ranks answer questions in the last quarter of it
@@ -131,8 +132,9 @@ def test_a_rank_that_waits_leaves_its_core(ranks: Callable[..., Any]) -> None:
 
 
 def test_pauses_of_a_wait() -> None:
-    from ktrainer.distributed.mpi_world import pause_after  # starts MPI
+    from ktrainer.distributed.mpi_world import pause_after  # starts MPI, whose ports stay open
 
+    leaks.expect_ports()
     assert [pause_after(waited) for waited in (0.005, 0.1, 10.0)] == [50e-6, 0.5e-3, 1e-3]
 
 
