@@ -120,7 +120,7 @@ def test_batches_of_grain_are_batches(tmp_path: Path) -> None:
     assert not feed(batched).infinite
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_permutations(length: int, key: int) -> None:
     places = permuted(np.arange(length), length, np.uint64(key))
