@@ -162,23 +162,22 @@ def reset_in_a_step() -> str:
 
 
 def scheduled() -> list[Any]:
-    """What 12 asynchronous steps have added, and how many at most were at work at once."""
+    """What 12 asynchronous steps have added, and how many at most were at work at once: each waits
+    until some two were."""
     with trainer() as it:
         with it.scope():
             seen = keras.metrics.Sum()
-            working = tf.Variable(0)
+            working, at_once = tf.Variable(0), tf.Variable(0)
 
         def step(x: tf.Tensor) -> dict[str, tf.Tensor]:
             working.assign_add(1)
             seen.update_state(x)
-            busy = tf.zeros([])
-            for _ in tf.range(20000):
-                busy = tf.sin(busy + 1.0)
-            with tf.control_dependencies([busy]):
-                most = tf.identity(working.read_value())
-            with tf.control_dependencies([most]):
-                working.assign_sub(1)
-            return {"sum": tf.reduce_sum(x) + tf.cast(0 * busy, tf.int64), "most": most}
+            most, end = tf.constant(0), tf.timestamp() + 20.0
+            while most < 2 and tf.timestamp() < end:
+                most = tf.maximum(working.read_value(), at_once.read_value())
+            at_once.assign(most)
+            working.assign_sub(1)
+            return {"sum": tf.reduce_sum(x), "most": most}
 
         for batch in it.distribute(tf.data.Dataset.range(48).batch(4)):
             it.schedule(step, batch)
