@@ -254,6 +254,9 @@ def _refuse(model: keras.Model, plan: Plan) -> None:
         raise CheckSkipped("its weights are on parameter servers")
     if not model.trainable_variables:
         raise CheckSkipped("it has no weights yet")
+    layers = model._flatten_layers()
+    if any(isinstance(each, keras.Sequential) and not each.built for each in layers):
+        raise CheckSkipped("it is not built yet, and would be, for the few examples of the check")
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in model.trainable_variables)
     if size > _MOST_BYTES:
         raise CheckSkipped(f"it has {size / 2**20:.0f} MiB of weights")
