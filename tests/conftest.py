@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ktrainer.launch.orphan_prevention import adopt_orphans
 from tests.dist.harness import Pool, Ranks, keras_state, leaks
@@ -26,6 +27,9 @@ adopt_orphans()
 # A shell that runs the tests in the background has them, and all they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# An example that a busy machine pauses is not one that fails.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker

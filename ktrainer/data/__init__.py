@@ -26,7 +26,7 @@ from __future__ import annotations
 from ktrainer.config.data_service_file import TfDataServiceConfig
 from ktrainer.data.dataset_shards import Files, rank_files
 from ktrainer.data.examples import Examples
-from ktrainer.data.feed import Feed, require_end
+from ktrainer.data.feed import Feed, require_batches, require_end, warn_of_short_epochs
 from ktrainer.data.feed_factory import make_feed
 from ktrainer.data.local_batch import LocalBatch, bounds
 from ktrainer.data.resume_position import data_fingerprint, restore_position
@@ -46,7 +46,9 @@ __all__ = [
     "make_feed",
     "order_of",
     "rank_files",
+    "require_batches",
     "require_end",
     "restore_position",
     "send_to_data_service",
+    "warn_of_short_epochs",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,6 +218,43 @@ def require_end(feed: Feed, remedy: str) -> None:
         raise DataError(
             "the data never ends, so neither would an epoch: say how many batches make one, with "
             + remedy
+        )
+
+
+def require_batches(feed: Feed, epoch: int) -> None:
+    """Refuse an epoch that had no batches, unless data that can be read only once was read before.
+
+    Raises:
+        DataError: saying what to give.
+    """
+    if not (feed.exhausted and epoch > feed.first_epoch):
+        raise DataError(
+            "the training data has no batches: give more rows, or check data.batch_size and "
+            "data.drop_remainder"
+        )
+
+
+def warn_of_short_epochs(feed: Feed, epoch: int, is_first: bool, wants_all: bool) -> None:
+    """Warn after an epoch that had fewer batches than was asked for.
+
+    Args:
+        epoch: its number, counted from 0.
+        is_first: whether training began with it.
+        wants_all: whether data that has ended in it was asked for more.
+    """
+    wanted, found = feed.batches_per_epoch, feed.source_batches
+    if feed.exhausted and feed.num_batches is not None and wants_all:
+        warnings.warn(
+            f"Your input ran out of data in epoch {epoch + 1}, before its {feed.num_batches} "
+            "batches, so training ends. Give more data, or ask for fewer batches or epochs",
+            stacklevel=3,
+        )
+    elif is_first and wanted and found is not None and found < wanted:
+        warnings.warn(
+            f"Your input ran out of data: it has {found} batches, fewer than steps_per_epoch="
+            f"{wanted}, so each epoch has {found}. Let the data repeat itself, or leave "
+            "steps_per_epoch out",
+            stacklevel=3,
         )
 
 

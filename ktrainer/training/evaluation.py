@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.callbacks.base import on_rank, overrides
+from ktrainer.callbacks.averaged_weights import swap_back
+from ktrainer.callbacks.base import emit, on_rank, overrides
 from ktrainer.callbacks.broadcast import broadcast_once
 from ktrainer.data import make_feed, require_end
 from ktrainer.data.rank_consistency import check_consistency, data_facts
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ktrainer.state.train_state import TrainState
     from ktrainer.training.call_arguments import CallArguments
     from ktrainer.training.context import RunContext
+    from ktrainer.training.preemption import SignalHandlers
 
 
 def evaluate(
@@ -95,33 +97,77 @@ def _global_logs(
     )
 
 
-def validate(
-    program: Program,
-    feed: Feed,
-    callbacks: keras.callbacks.CallbackList,
-    world: Any,
-    agree: Callable[[bool], bool],
-    keep: bool,
-    common_logs: bool = False,
-) -> dict[str, Any]:
-    """As `evaluate`, in the middle of training: the names begin with `val_`.
+class Validation:
+    """Evaluation in the middle of training.
 
     Args:
-        agree, common_logs: as for `evaluate`.
-        keep: restore the metrics of the epoch so far; done anyway if it ends with an error.
+        context: of the call of `fit`.
+        state: of the run, with the validation data.
+        callbacks: Keras' list of this rank's callbacks.
+        signals: what asks the process to end, which interrupts a validation.
     """
-    kept = [(v, v.numpy()) for v in program.model.metrics_variables]
-    try:
-        logs = evaluate(program, feed, callbacks, world, agree, common_logs)
-    except BaseException:
-        keep = True
-        with suppress(Exception):  # what has been scheduled counts before they are restored
+
+    def __init__(
+        self,
+        context: RunContext,
+        state: TrainState,
+        callbacks: keras.callbacks.CallbackList,
+        signals: SignalHandlers,
+    ) -> None:
+        self._context, self._state = context, state
+        self._callbacks, self._signals = callbacks, signals
+
+    def run(self, keep: bool) -> dict[str, Any]:
+        """Loss and metrics over all validation data, over all ranks; the names begin with `val_`.
+
+        Args:
+            keep: restore the metrics of the epoch so far; done anyway if it ends with an error.
+        """
+        state, program = self._state, self._state.program
+        with state.times.of("compute"):
             program.finish()
-        raise
-    finally:
-        for variable, value in kept if keep else ():
-            variable.assign(value)
-    return {f"val_{name}": value for name, value in logs.items()}
+        with state.times.of("validation"):
+            kept = [(v, v.numpy()) for v in program.model.metrics_variables]
+            try:
+                logs = self._evaluate()
+            except BaseException:
+                keep = True
+                with suppress(Exception):  # what has been scheduled counts before they are restored
+                    program.finish()
+                raise
+            finally:
+                for variable, value in kept if keep else ():
+                    variable.assign(value)
+        state.progress.validations += 1
+        return {f"val_{name}": value for name, value in logs.items()}
+
+    def run_inside_epoch(self) -> None:
+        """As `run`, before an epoch's end, which `on_validation_end` hears of."""
+        progress = self._state.progress
+        progress.validation_due = True  # should it be interrupted
+        progress.validated = self.run(keep=True)
+        progress.validation_due = False
+        logs = dict(progress.validated)  # theirs, as that is what checkpoints keep
+        emit(self._callbacks.callbacks, "on_validation_end", progress.step, logs)
+
+    def forget(self) -> None:
+        """Continue after one that was interrupted, and for which there is no data now."""
+        self._state.progress.validation_due = False
+        if self._state.progress.begun:
+            swap_back(self._callbacks.callbacks)
+
+    def _evaluate(self) -> dict[str, Any]:
+        context, feed = self._context, self._state.validation
+        assert feed is not None
+
+        def maximum(values: np.ndarray, what: str) -> np.ndarray:
+            return context.world.oob_allreduce(values, "max", what)
+
+        def agree(stop: bool) -> bool:
+            return self._signals.agree(maximum, (stop,), "stop evaluating")[0]
+
+        program, common = self._state.program, context.has_common_logs
+        return evaluate(program, feed, self._callbacks, context.world, agree, common)
 
 
 def predict(

@@ -51,7 +51,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from ktrainer.callbacks.averaged_weights import keep_averages, swap_back, swapped_as_before
@@ -59,8 +58,8 @@ from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.csv_log import cut_logs_of_keras, logs_of_keras_kept
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.checkpoint.contents.capture_state import variables_here
+from ktrainer.data import require_batches, warn_of_short_epochs
 from ktrainer.data.data_digests import batch_facts
-from ktrainer.errors import DataError
 from ktrainer.runtime.devices import accelerator
 from ktrainer.state.durations import Every
 from ktrainer.state.metric_counts import MetricCounts
@@ -68,7 +67,7 @@ from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.time_shares import COMMUNICATION, START
 from ktrainer.steps.step_helpers import unmoved
-from ktrainer.training.evaluation import logs_so_far, validate
+from ktrainer.training.evaluation import Validation, logs_so_far
 from ktrainer.training.preemption import (
     PreemptionRequested,
     SignalHandlers,
@@ -76,6 +75,7 @@ from ktrainer.training.preemption import (
 )
 from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
 from ktrainer.training.slow_watch import SlowWatch
+from ktrainer.training.stop_decision import StopDecision
 from ktrainer.training.triggers import Triggers
 from ktrainer.training.updates_per_call import UpdatesPerCall, max_updates_per_call
 
@@ -151,12 +151,13 @@ class Loop:
         always = any(str(guard.every.duration) == "1ba" for guard in guards)
         self._waits_for_loss = always and accelerator() is not None
         self._watch = SlowWatch(context, state)
+        self._stop = StopDecision(state, triggers, signals, recovery, self._watch)
+        self._validation = Validation(context, state, callbacks, signals)
         self._updates_made = 1  # by the last call
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
         self._first_call = True
-        self._compares = False  # the ranks' times, after this update
 
     # -- beginning and resuming
 
@@ -177,36 +178,30 @@ class Loop:
         self._start_clock()
         progress = state.progress
         if self.state.validation is None:
-            self._forget_validation()
-        ended = self.steps_left == 0 or not self._is_cut()
+            self._validation.forget()
+        ended = self.steps_left == 0 or not self._stop.cuts_epoch
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
         if self.triggers.max_seconds is not None:
             self._check_time_left()
         self._cut_logs(resumed)
-        if of_another_call and self._finished() and self.world.is_root:
+        if of_another_call and self._stop.is_final and self.world.is_root:
             warnings.warn(
                 f"nothing is trained, because {of_another_call}, and it has done all epochs of "
                 "this one",
                 stacklevel=4,
             )
 
-    def _forget_validation(self) -> None:
-        """Continue after a validation that was interrupted, and for which there is no data now."""
-        self.state.progress.validation_due = False
-        if self.state.progress.begun:
-            swap_back(self.callbacks.callbacks)
-
     def _cut_logs(self, resumed: bool) -> None:
         """Have Keras' CSVLogger continue where training does, unless a later `fit` of the script
         has written the rest of its file, and will cut it to what it was then."""
-        ended = self._finished() and not self._end_due
+        ended = self._stop.is_final and not self._end_due
         if not resumed or not (ended or self.context.later_fit_began(self.state)):
             cut_logs_of_keras(self.callbacks.callbacks, resumed)
 
     def _check_time_left(self) -> None:
         """Stop where the time was used up before the resume."""
         try:  # time counts over restarts, so it may have been used up
-            self._vote_to_stop()
+            self._stop.vote()
         except PreemptionRequested as request:
             self._exit(request)
         if self.state.out_of_time and self.world.is_root:
@@ -261,7 +256,7 @@ class Loop:
         """Yield all updates from the present progress to the end; the History."""
         logs: dict[str, Any] | None = None
         try:
-            while self._end_due or not self._finished():
+            while self._end_due or not self._stop.is_final:
                 self._end_due = False
                 logs = yield from self._epoch()
         except PreemptionRequested as request:
@@ -296,22 +291,23 @@ class Loop:
         if first == 0:
             self.model.reset_metrics()
             state.counted = MetricCounts()
-        finished = self._finished()  # a stop from here on is heard of after the next update
+        finished = self._stop.is_final  # a stop from here on is heard of after the next update
         self._begin_epoch(epoch)
         if self._finish_interrupted_update() or finished:
-            cut = self._is_cut()
+            cut = self._stop.cuts_epoch
         else:
             cut = yield from self._batches(epoch, skip=first * self.triggers.accumulate)
         if progress.batch == 0:
-            self._end_of_data(epoch)
-        if not cut:
+            require_batches(state.feed, epoch)
+            self.model.stop_training = True  # a generator that has nothing more to give
+        if not cut and self.world.is_root:
             self._warn_of_short_epochs(epoch)
         state.epoch_complete = not cut
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
         logs = logs_so_far(state, self.world)
         if self._due(self._validate_every, epoch_end=True) and self.triggers.validates_after(epoch):
-            logs |= self._validate(keep=cut)
+            logs |= self._validation.run(keep=cut)
         else:
             if begun:  # maybe its validation was interrupted, and is not due after a resume
                 swap_back(self.callbacks.callbacks)
@@ -319,10 +315,15 @@ class Loop:
         self.callbacks.on_epoch_end(epoch, logs)
         if not cut:
             progress.finish_epoch()
-        self._vote_to_stop("stop after epoch")
+        self._stop.vote("stop after epoch")
         self.recovery.commit(Phase.EPOCH_ENDED)
         self._watch.end_epoch(epoch, self.callbacks.callbacks)
         return logs
+
+    def _warn_of_short_epochs(self, epoch: int) -> None:
+        first, last = self.triggers.initial_epoch, self.triggers.epochs - 1
+        wants_all = self._limit is None or epoch < last  # a limit is a maximum
+        warn_of_short_epochs(self.state.feed, epoch, is_first=epoch == first, wants_all=wants_all)
 
     def _begin_epoch(self, epoch: int) -> None:
         """Call `on_epoch_begin`. Where the epoch had begun before, variables hold what it has
@@ -344,7 +345,7 @@ class Loop:
             for updates in self._calls(batches):
                 logs = yield from self._update(updates)
                 if self._after_update(logs):
-                    return self._is_cut()
+                    return self._stop.cuts_epoch
         return False
 
     def _finish_interrupted_update(self) -> bool:
@@ -356,10 +357,10 @@ class Loop:
         progress = self.state.progress
         if not progress.validation_due:
             return False
-        self._validate_inside_epoch()
+        self._validation.run_inside_epoch()
         logs, step = self.state.counted.logs, progress.step
         emit(self.callbacks.callbacks, "on_step_checkpoint", step, logs)
-        return self._vote_to_stop()
+        return self._stop.vote()
 
     def _calls(self, batches: Iterator[LocalBatch]) -> Iterator[Updates]:
         """The updates of each compiled call, an update being a list of local batches."""
@@ -434,83 +435,21 @@ class Loop:
             so_far = logs_so_far(state, self.world, of_step=True)
             emit(ours, "on_log", progress.step, dict(so_far))
         if self._due(self._validate_every):
-            self._validate_inside_epoch()
+            self._validation.run_inside_epoch()
         emit(ours, "on_step_checkpoint", progress.step, logs)
         self._watch.mark(self._updates_made)
-        stop = self._vote_to_stop()
+        stop = self._stop.vote()
         self.recovery.commit(Phase.CALLBACKS_DONE)
-        if self._compares and not stop:
+        if self._stop.compares_times and not stop:
             self._watch.compare(ours)
         return stop
 
-    # -- the end
+    # -- what is due
 
     @property
     def steps_left(self) -> int | None:
         """Updates until `trainer.max_steps`; None without that limit."""
-        most = self.triggers.max_steps
-        return None if most is None else max(0, most - self.state.progress.step)
-
-    def _finished(self) -> bool:
-        return (
-            self.model.stop_training
-            or self.state.out_of_time
-            or self.state.progress.epoch >= self.triggers.epochs
-            or self.steps_left == 0
-            or self.state.feed.exhausted
-        )
-
-    def _is_cut(self) -> bool:
-        """Whether a stop now leaves some of the epoch."""
-        progress = self.state.progress
-        taken = progress.batch * self.triggers.accumulate
-        return not self.state.feed.is_complete(progress.epoch, taken)
-
-    def _warn_of_short_epochs(self, epoch: int) -> None:
-        if not self.world.is_root:
-            return
-        feed = self.state.feed
-        wanted, found = feed.batches_per_epoch, feed.source_batches
-        asked = self._limit is None or epoch + 1 < self.triggers.epochs  # a limit is at most
-        if feed.exhausted and feed.num_batches is not None and asked:
-            warnings.warn(
-                f"Your input ran out of data in epoch {epoch + 1}, before its {feed.num_batches} "
-                "batches, so training ends. Give more data, or ask for fewer batches or epochs",
-                stacklevel=2,
-            )
-            return
-        begins = epoch == self.triggers.initial_epoch
-        if begins and wanted and found is not None and found < wanted:
-            warnings.warn(
-                f"Your input ran out of data: it has {found} batches, fewer than steps_per_epoch="
-                f"{wanted}, so each epoch has {found}. Let the data repeat itself, or leave "
-                "steps_per_epoch out",
-                stacklevel=2,
-            )
-
-    def _end_of_data(self, epoch: int) -> None:
-        """End training at an epoch without batches.
-
-        Raises:
-            DataError: it is the first one.
-        """
-        feed = self.state.feed
-        if not (feed.exhausted and epoch > feed.first_epoch):
-            raise DataError(
-                "the training data has no batches: give more rows, or check data.batch_size and "
-                "data.drop_remainder"
-            )
-        self.model.stop_training = True  # a generator that has nothing more to give
-
-    def _vote_to_stop(self, what: str = "stop") -> bool:
-        limit = self.triggers.max_seconds
-        late = limit is not None and self.state.progress.elapsed >= limit
-        # Not a stop that a checkpoint should remember: a later run may have more time.
-        flags = (bool(self.model.stop_training), late, self._watch.due)
-        agreed = self.signals.agree(self.recovery.vote, flags, what)
-        stopped, self.state.out_of_time, self._compares = agreed
-        self.model.stop_training = stopped
-        return stopped or self.state.out_of_time or self.steps_left == 0
+        return self._stop.steps_left
 
     def _max_updates(self) -> int | None:
         """The most updates in one call for which callbacks, validation and logs can wait."""
@@ -526,33 +465,6 @@ class Loop:
         if every.needs_agreement:  # clocks differ: rank 0's decides
             due = bool(self.world.broadcast(due, what="is it time"))
         return due
-
-    # -- validation
-
-    def _validate_inside_epoch(self) -> None:
-        progress = self.state.progress
-        progress.validation_due = True  # should it be interrupted
-        progress.validated = self._validate(keep=True)
-        progress.validation_due = False
-        logs = dict(progress.validated)  # theirs, as that is what checkpoints keep
-        emit(self.callbacks.callbacks, "on_validation_end", progress.step, logs)
-
-    def _validate(self, keep: bool) -> dict[str, Any]:
-        """Validate; to `keep` is to restore the metrics of the epoch so far."""
-        with self.state.times.of("compute"):
-            self.program.finish()
-
-        def maximum(values: np.ndarray, what: str) -> np.ndarray:
-            return self.world.oob_allreduce(values, "max", what)
-
-        def agree(stop: bool) -> bool:
-            return self.signals.agree(maximum, (stop,), "stop evaluating")[0]
-
-        feed, common = self.state.validation, self.context.has_common_logs
-        with self.state.times.of("validation"):
-            logs = validate(self.program, feed, self.callbacks, self.world, agree, keep, common)
-        self.state.progress.validations += 1
-        return logs
 
 
 def _state_of(model: keras.Model) -> list[Any]:

@@ -344,8 +344,8 @@ class Run:
         if state.joining:
             return
         model, feeds = self.model, self._feeds
-        noise = check_first_update(model, feeds, context.config, context.plan, context.world)
-        state.differences = tuple(known_differences(model, state.feed, split, noise))
+        facts = check_first_update(model, feeds, context.config, context.plan, context.world)
+        state.differences = tuple(known_differences(model, state.feed, split, facts))
         if str(self.call.verbose) == "0" and context.config.logging.progress == "none":
             self._say_differences()  # the script wants no progress bar; this is none
 

@@ -52,6 +52,8 @@ class GradientPass:
         squared_slices: how many rows of each variable were looked up, by path, where the optimizer
             squares the gradient of each lookup by itself, as all but SGD do.
         uneven: whether a loss had another number of values than the examples ask for.
+        assigned: paths of variables that layers assigned, but for those of batch normalization,
+            which is frozen, and of seed generators.
     """
 
     gradients: list[list[tf.Tensor | None]] = field(default_factory=list)
@@ -62,6 +64,7 @@ class GradientPass:
     scaled: set[str] = field(default_factory=set)
     squared_slices: Counter[str] = field(default_factory=Counter)
     uneven: bool = False
+    assigned: list[str] = field(default_factory=list)
 
 
 class GradientPasses:
@@ -153,7 +156,14 @@ class GradientPasses:
             done.gradients.append([None if g is None else densified(g) for g in gradients])
             done.variables.append(list(variables))
         done.changed, done.uneven = untouched.changed, context.uneven
+        done.assigned = _statistics_of(self.model, context)
         return done
+
+
+def _statistics_of(model: keras.Model, context: StepContext) -> list[str]:
+    seeds = {id(g.state) for layer in model._flatten_layers() for g in layer._seed_generators}
+    assigned = context.assigned.keys() - seeds
+    return [v.path for v in model.non_trainable_variables if id(v) in assigned]
 
 
 def combined(parts: Iterable[GradientPass], weights: Sequence[float]) -> GradientPass:

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -54,9 +54,23 @@ _FULL_CHECK = "`ktrainer verify SCRIPT` runs the full check."
 _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What the check found of variables, by their paths.
+
+    Attributes:
+        rounding_only: those whose gradients are no more than rounding errors, which their
+            optimizers scale up.
+        assigned: those that layers assign, besides batch normalization and seeds.
+    """
+
+    rounding_only: Sequence[str] = ()
+    assigned: Sequence[str] = ()
+
+
 def check_first_update(
     model: keras.Model, feeds: Sequence[Feed], config: Config, plan: Plan, world: World
-) -> Sequence[str]:
+) -> UpdateFacts:
     """Warn if the loss of `model` is another one in parts than at once; all ranks call it.
 
     Call it where this process has all of the model: under a pipeline before it is cut.
@@ -65,38 +79,37 @@ def check_first_update(
         feeds: all that are open; the first one's examples are used.
 
     Returns:
-        On rank 0, the paths of variables whose gradients are no more than rounding errors, which
-        their optimizers scale up; as they were found if the model was checked before.
+        What was found besides, on rank 0; as it was found if the model was checked before.
     """
     split = split_of(config, plan)
     # Then the call runs in microbatches, and the loss is that of a replica's whole batch.
     own = isinstance(config.backend, PipelineConfig) and has_own_steps(model)
     if config.health.verify == "off" or split.parts == 1:
-        return ()
+        return UpdateFacts()
     exact = own or config.trainer.loss_scope == "global"  # whatever the loss is
     if (known := _known(model, (split, exact))) is not None:
         return known
     batch, failed = _first_rows(feeds[0], _ROWS_A_PART * _PARTS)
     if not world.is_root:
-        return ()
+        return UpdateFacts()
     try:
         if failed is not None:
             raise CheckSkipped(failed)
         # In a strategy's scope, copies would be variables of the strategy.
         with _paused(feeds), outside_strategy_scope(), no_communication(world):
-            problem, noise = _check(model, batch, feeds[0], plan, split, exact)
+            problem, facts = _check(model, batch, feeds[0], plan, split, exact)
             if own and problem is None and split.replicas > 1:
                 split_loss = replace(split, microbatches=1)
-                problem, noise = _check(model, batch, feeds[0], plan, split_loss, False)
+                problem, facts = _check(model, batch, feeds[0], plan, split_loss, False)
     except Exception as error:
         _say_skipped(error, config)
-        return ()
+        return UpdateFacts()
     finally:
         return_freed_memory()
-    _remember(model, (split, exact), noise)
+    _remember(model, (split, exact), facts)
     if problem is not None:
         warnings.warn(problem, stacklevel=2)
-    return noise
+    return facts
 
 
 @contextmanager
@@ -114,21 +127,21 @@ def _paused(feeds: Sequence[Feed]) -> Iterator[None]:
         yield
 
 
-def _known(model: keras.Model, how: tuple[Split, bool]) -> Sequence[str] | None:
+def _known(model: keras.Model, how: tuple[Split, bool]) -> UpdateFacts | None:
     """Findings if the model was checked as it is compiled now, else None; from now on it
     counts as checked."""
     if (before := _checked.get(model)) is not None:
-        checked, compiled, noise = before
+        checked, compiled, facts = before
         now = zip(compiled, _compiled(model), strict=True)
         if checked == how and all(old() is new for old, new in now):
-            return cast("Sequence[str]", noise)
-    _remember(model, how, ())
+            return cast(UpdateFacts, facts)
+    _remember(model, how, UpdateFacts())
     return None
 
 
-def _remember(model: keras.Model, how: tuple[Split, bool], noise: Sequence[str]) -> None:
+def _remember(model: keras.Model, how: tuple[Split, bool], facts: UpdateFacts) -> None:
     # Weakly, as they may know the model, which would then never go.
-    _checked[model] = how, [_reference(each) for each in _compiled(model)], noise
+    _checked[model] = how, [_reference(each) for each in _compiled(model)], facts
 
 
 def _compiled(model: keras.Model) -> list[Any]:
@@ -150,10 +163,11 @@ def _first_rows(feed: Feed, rows: int) -> tuple[Any, str | None]:
 
 def _check(
     model: keras.Model, batch: Any, feed: Feed, plan: Plan, into: Split, exact: bool
-) -> tuple[str | None, Sequence[str]]:
-    """Losses that will not train as in one process, and the variables whose gradients are
-    rounding errors. Of an `exact` loss only the model's call is checked."""
+) -> tuple[str | None, UpdateFacts]:
+    """A loss that will not train as in one process, and what else was found. Of an `exact` loss
+    only the model's call is checked."""
     _refuse(model, plan)
+    nothing = UpdateFacts()
     batch, rows = _few_rows(batch)
     parts = min(into.parts, _PARTS, rows)
     if parts < 2:
@@ -163,7 +177,9 @@ def _check(
         passes = GradientPasses(model, feed.uniform, draws, SECONDS)
         if exact:
             coupled = call_couples_examples(passes, batch, rows, parts)
-            return (f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None), ()
+            return (
+                f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None
+            ), nothing
         with recorded_updates(model) as updates:
             whole = passes.whole(batch)
         split = _in_parts(passes, batch, rows, parts)
@@ -174,15 +190,15 @@ def _check(
         else:
             _refuse_what_does_not_repeat(passes, whole, batch, model, parts, rows)
             if not _differs_in_fewer_rows(passes, batch, model, parts, rows):
-                return None, ()
+                return None, nothing
             if found.factor is None and call_couples_examples(passes, batch, rows, parts):
-                return f"{explain_coupled_call(str(into))} {_FULL_CHECK}", ()
+                return f"{explain_coupled_call(str(into))} {_FULL_CHECK}", nothing
     if found is not None:
-        return explain(found, str(into), _FULL_CHECK), ()
-    noise = rounding_only(whole, split, model)
+        return explain(found, str(into), _FULL_CHECK), nothing
+    facts = UpdateFacts(rounding_only(whole, split, model), whole.assigned)
     if (path := _concatenated(model, feed.spec, lookups, into)) is not None:
-        return explain_lookup(path, str(into)), noise
-    return (metric.explain(str(into)) if metric else None), noise
+        return explain_lookup(path, str(into)), facts
+    return (metric.explain(str(into)) if metric else None), facts
 
 
 def _refuse_what_does_not_repeat(
@@ -238,6 +254,9 @@ def _refuse(model: keras.Model, plan: Plan) -> None:
         raise CheckSkipped("its weights are on parameter servers")
     if not model.trainable_variables:
         raise CheckSkipped("it has no weights yet")
+    layers = model._flatten_layers()
+    if any(isinstance(each, keras.Sequential) and not each.built for each in layers):
+        raise CheckSkipped("it is not built yet, and would be, for the few examples of the check")
     size = sum(int(np.prod(v.shape)) * tf.as_dtype(v.dtype).size for v in model.trainable_variables)
     if size > _MOST_BYTES:
         raise CheckSkipped(f"it has {size / 2**20:.0f} MiB of weights")

@@ -9,7 +9,8 @@ import keras
 
 from ktrainer.data import Feed
 from ktrainer.steps.local_layers import local_paths
-from ktrainer.verify.first_update_check import first_line
+from ktrainer.steps.optimizers import is_linear
+from ktrainer.verify.first_update_check import UpdateFacts, first_line
 from ktrainer.verify.update_split import Split
 
 # Of layers, 0 where they draw nothing.
@@ -18,7 +19,7 @@ _NAMED = 3
 
 
 def known_differences(
-    model: keras.Model, feed: Feed, split: Split, rounding_only: Sequence[str]
+    model: keras.Model, feed: Feed, split: Split, facts: UpdateFacts
 ) -> Iterator[str]:
     """Lines for the display, one for each kind of difference.
 
@@ -27,20 +28,25 @@ def known_differences(
     Args:
         model: before a pipeline cuts it.
         feed: of the training data.
-        rounding_only: paths of variables whose gradients are no more than rounding errors, which
-            their optimizers scale up.
+        facts: of the first update.
     """
     try:
-        yield from _differences(model, feed, split, rounding_only)
+        yield from _differences(model, feed, split, facts)
     except Exception as error:
         yield f"differences from one process cannot be listed: {first_line(error)}"
 
 
-def _differences(
-    model: keras.Model, feed: Feed, split: Split, rounding_only: Sequence[str]
-) -> Iterator[str]:
+def _differences(model: keras.Model, feed: Feed, split: Split, facts: UpdateFacts) -> Iterator[str]:
     if split.replicas * split.microbatches > 1:
         yield from _of_local_batches(model, split)
+        if split.microbatches > 1 and facts.assigned:
+            yield (
+                f"unlike one process: what a layer assigns to {_list(facts.assigned)} is assigned "
+                "in each microbatch"
+            )
+        rounding_only = [*facts.rounding_only]
+        if split.microbatches == 1:
+            rounding_only += _biases_before_normalization(model)
         if rounding_only:
             yield (
                 f"unlike one process: the gradient of {_list(rounding_only)} is no more than "
@@ -75,6 +81,21 @@ def _of_local_batches(model: keras.Model, split: Split) -> Iterator[str]:
 
 def _normalises(layer: Any) -> bool:
     return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+
+
+def _biases_before_normalization(model: keras.Model) -> Iterator[str]:
+    """Paths of biases that a synchronized BatchNormalization subtracts again, with the mean, so
+    that their gradients are rounding errors; where the optimizer scales them up."""
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or is_linear(optimizer):
+        return
+    for layer in model._flatten_layers():
+        if not (_normalises(layer) and layer.synchronized and layer.axis == -1):
+            continue
+        for before in {p.operation for node in layer._inbound_nodes for p in node.parent_nodes}:
+            is_linear_layer = getattr(before, "activation", None) is keras.activations.linear
+            if getattr(before, "use_bias", False) and before.trainable and is_linear_layer:
+                yield before.bias.path
 
 
 def _draws(layer: Any) -> bool:

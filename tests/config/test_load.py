@@ -226,7 +226,7 @@ def overrides(draw: st.DrawFn) -> list[str]:
     return [as_word(key, draw(WORDS[key])) for key in sorted(keys)]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(overrides(), st.randoms(use_true_random=False))
 def test_order_makes_no_difference(words, random):
     shuffled = list(words)
@@ -234,7 +234,7 @@ def test_order_makes_no_difference(words, random):
     assert load_config(None, shuffled) == load_config(None, words)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(overrides())
 def test_what_is_saved_loads_again(words):
     config = load_config(None, words)
@@ -243,7 +243,7 @@ def test_what_is_saved_loads_again(words):
     assert load_config(config, ["seed=1"]) == load_config(None, [*words, "seed=1"])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.text(max_size=30), st.text(max_size=30))
 def test_any_text_loads_or_is_refused_clearly(key, value):
     for words in ([f"{key}={value}"], [f"run.dir={value}"], [f"callbacks.{key}.type={value}"]):

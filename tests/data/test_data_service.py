@@ -211,17 +211,14 @@ def test_horovods_names(one):
     assert sorted(int(x) for x in sent) == list(range(6))
 
 
-def test_servers_listen_at_the_address_of_the_service_alone(one):
+def test_servers_listen_at_the_address_of_the_service_alone(one, within):
     def addresses() -> set[str]:
         servers = [*one.servers("dispatcher"), *one.servers("worker")]
         found = [c for server in servers for c in server.net_connections("inet")]
         listening = [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
         return {address.removeprefix("::ffff:") for address in listening}
 
-    end = time.monotonic() + 5
-    while addresses() != {"127.0.0.1"} and time.monotonic() < end:
-        time.sleep(0.05)
-    assert addresses() == {"127.0.0.1"}
+    within(30, lambda: addresses() == {"127.0.0.1"}, "one address")
 
 
 def test_a_worker_that_fails_in_mid_epoch_loses_nothing(failing):
@@ -246,7 +243,7 @@ def test_a_dispatcher_that_hangs_is_an_error_within_the_deadline(one):
             began = time.monotonic()
             with pytest.raises(WorldError, match="has not answered for 3 s"):
                 next(remote.open(1, 0))
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 30  # the text says when it was given up
             with pytest.raises(DeadlineExceeded):
                 TfDataServiceConfig.read(one.path, True, timeout=1.0)
         finally:
@@ -411,12 +408,13 @@ def test_the_dispatchers_end_is_an_error_and_with_a_journal_none(tmp_path):
     ending = """
 import sys
 from tests.data.test_data_service import *
-remote = source(sys.argv[1], wide(3000))
+remote = source(sys.argv[1], wide(300_000))  # more than is sent before the service ends
 pieces = remote.open(0, 0)
 next(pieces)
 import psutil
 psutil.Process(int(sys.argv[2])).kill()
-list(pieces)
+for _ in pieces:
+    pass
 """
     (tmp_path / "ending.py").write_text(ending)
     with service(tmp_path, "--threads", "1", python=warm_python()) as started:

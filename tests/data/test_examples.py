@@ -120,7 +120,7 @@ def test_batches_of_grain_are_batches(tmp_path: Path) -> None:
     assert not feed(batched).infinite
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
 def test_permutations(length: int, key: int) -> None:
     places = permuted(np.arange(length), length, np.uint64(key))
@@ -149,10 +149,10 @@ def test_an_order_too_long_for_a_table(within: bool) -> None:
 def test_index_10_to_the_8_in_less_than_a_second(batch: int) -> None:
     whole_numbers = Examples(Source(2 * 10**8), lambda item: item.astype(np.int64))
     whole = feed(whole_numbers, batch_size=batch)
-    begin = time.perf_counter()
+    begin = time.process_time()
     taken = whole.epoch(3, skip=10**8 // batch)
     first = next(iter(taken))
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
     again = ShuffleOrder(0).rows(3, 2 * 10**8, batch, False)[10**8 : 10**8 + batch]
     assert first.batch[:, 0].tolist() == again.tolist()
     taken.close()  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ def test_slices_are_the_batch(n: int, size: int) -> None:
     assert lengths == sorted(lengths, reverse=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 90),
     batch=st.integers(1, 40),

@@ -63,15 +63,15 @@ def fast_map(x: tf.Tensor, y: tf.Tensor) -> Any:
 
 
 SLOW = {
-    "PyDataset": (lambda: Slow(), r"Slow\.__getitem__, [12]\d\d ms a batch"),
-    "generator": (lambda: slow_batches, r"slow_batches, [12]\d\d ms a batch"),
+    "PyDataset": (lambda: Slow(), r"Slow\.__getitem__, [1-9]\d\d ms a batch"),
+    "generator": (lambda: slow_batches, r"slow_batches, [1-9]\d\d ms a batch"),
     "examples": (
         lambda: Examples(Rows(), slow_example),
-        r"Rows\[index\] and slow_example, [12]\d\d ms",
+        r"Rows\[index\] and slow_example, [1-9]\d\d ms",
     ),
     "tf.data": (
         lambda: tf.data.Dataset.range(BATCHES).map(slow_map).map(fast_map),
-        r"tf.data's Map of slow_map, [12]\d\d ms a batch",
+        r"tf.data's Map of slow_map, [1-9]\d\d ms a batch",
     ),
 }
 
@@ -84,9 +84,9 @@ def test_a_slow_stage_is_named_once(name: str, capsys: pytest.CaptureFixture[str
     hints = [line for line in said.splitlines() if line.startswith("input is the bottleneck")]
     assert len(hints) == 1
     assert re.search(says, hints[0]), hints[0]
-    waits = [line for line in said.splitlines() if "data wait" in line and "ms/step" in line]
-    assert waits
-    assert float(waits[-1].split("data wait ")[1].split(" ")[0]) > 1000 * SECONDS / 2
+    lines = [line for line in said.splitlines() if "data wait" in line and "ms/step" in line]
+    waits = [float(line.split("data wait ")[1].split(" ")[0]) for line in lines]
+    assert max(waits) > 1000 * SECONDS / 2
 
 
 def test_silence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +56,7 @@ class Tensor:
 class Loader:
     """As much of a `torch.utils.data.DataLoader` as is looked at; shuffles each time."""
 
-    seconds = 0.0  # before the first batch
+    gate: threading.Event | None = None  # before the first batch
 
     def __init__(self, generator: Generator | None = None) -> None:
         self.dataset, self.random, self.opened = range(50), generator or Generator(), 0
@@ -66,7 +66,7 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         self.opened += 1
-        time.sleep(self.seconds)
+        assert self.gate is None or self.gate.wait(20)
         order = self.random.random.permutation(50)
         for start in range(0, 50, 8):
             rows = order[start : start + 8]
@@ -198,9 +198,8 @@ def test_a_resumed_loader_has_the_draws_of_others(
     data, validation, local_batches, _ = up_to_here()
     inside = then not in ("between epochs", "before the first update")
     if not taken:
-        made.seconds = 0.3
-        wait_in_vain(local_batches)
-        made.seconds = 0.0
+        made.gate = threading.Event()
+        wait_in_vain(local_batches, made.gate.set)
     if then:
         local_batches.close()
     if then == "between epochs":
@@ -219,8 +218,9 @@ def test_a_resumed_loader_has_the_draws_of_others(
     assert [rows(data.epoch(3)), rows(validation.epoch(0))] == later
 
 
-def wait_in_vain(local_batches: Iterator[Any]) -> None:
+def wait_in_vain(local_batches: Iterator[Any], then: Callable[[], None]) -> None:
     def end() -> None:
+        then()
         raise InterruptedError
 
     with checked_waits(end), pytest.raises(InterruptedError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import signal
 import socket
@@ -9,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import pytest
 
 from tests.dist.harness.group import ROOT
 from tests.processes import python
+
+_STRIDE = 8  # ports from one that is tried to the next
 
 SCRIPT = """
 import os, sys, time
@@ -69,11 +73,26 @@ else:
 
 
 def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports in a row at which nothing listens, and which the system gives to nobody meanwhile;
+    each process of a parallel test run has others."""
+    assert count <= _STRIDE
+    for first in itertools.islice(_first_ports(), 1000 // _STRIDE):
+        ports = range(first, first + count)
+        with suppress(OSError), ExitStack() as stack:
+            for port in ports:
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return list(ports)
+    raise AssertionError(f"no {count} free ports in a row")
+
+
+@functools.cache
+def _first_ports() -> Iterator[int]:
+    """Again and again, not from the first: other test runs may look for some too."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+    least = 10_000 + 1000 * (int(worker.removeprefix("gw")) % 10)
+    firsts = [*range(least, least + 1000, _STRIDE)]
+    begin = os.getpid() % len(firsts)
+    return itertools.cycle(firsts[begin:] + firsts[:begin])
 
 
 @contextmanager

@@ -22,6 +22,7 @@ started = Path(__file__).with_name("started")
 if number := os.environ.get("KTRAINER_STABLE_RANK"):
     with started.open("a") as file:
         file.write(number + "\\n")
+    time.sleep(0.5)  # else rank 0 may start another before it sees this one's number
     os._exit(0)
 
 import keras, numpy as np
@@ -32,7 +33,7 @@ def has_started(number):
     return started.exists() and str(number) in started.read_text().split()
 
 def after(step, rank):
-    time.sleep(0.02)
+    time.sleep(0.02 if step < 3 else 0.2)  # then a start is waited for
     if (rank == 2 and step == 2) or (rank == 0 and has_started(3)):
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -96,7 +97,7 @@ def test_a_new_first_rank_gives_no_number_twice(tmp_path: Path, text: str) -> No
     script.write_text(LOSES + text)
     words = ["backend=data_parallel", "data.batch_size=12", "trainer.epochs=800"]
     words += ["logging.progress=none", f"run.dir={tmp_path / 'run'}"]
-    named = ("--replace", "-n", "3", "--timeout", "60", str(script))
+    named = ("--replace", "-n", "3", "--timeout", "120", str(script))
     done = launch(tmp_path, *named, *(words if text == FIT else ()))
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "started").read_text().split() == ["3", "5"]

@@ -176,8 +176,15 @@ def shuffled_pipeline(rows: int) -> Any:
     return data.shuffle(rows, seed=3).batch(BATCH)
 
 
-def slow_pipeline(rows: int) -> Any:
-    return shuffled_pipeline(rows).apply(sleep(400_000))
+def pipeline_that_waits(rows: int) -> Any:
+    """For 1.5 s before its fifth batch."""
+
+    def waits(number: Any, batch: Any) -> Any:
+        microseconds = tf.where(number == 4, tf.constant(1_500_000, tf.int64), 0)
+        return tf.data.Dataset.from_tensors(batch).apply(sleep(microseconds))
+
+    batches = shuffled_pipeline(rows)
+    return batches.enumerate().flat_map(waits)
 
 
 def unseeded_pipeline(rows: int) -> Any:
@@ -230,7 +237,7 @@ CASES = {
     "compiled, tf.data": Case(compiled, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
     "compiled, PyDataset": Case(compiled, 14, ("trainer.epochs=2",), data=Turning),
     "tf.data": Case(with_callbacks, 14, ("trainer.epochs=2",), data=shuffled_pipeline),
-    "slow tf.data": Case(compiled, 32, (), data=slow_pipeline),
+    "slow tf.data": Case(compiled, 32, (), data=pipeline_that_waits),
     "unseeded tf.data": Case(with_callbacks, 32, (), data=unseeded_pipeline),
     "generator": Case(with_callbacks, 14, ("trainer.epochs=2",), data=generated),
     "double": Case(double, 15, ("trainer.epochs=2",)),

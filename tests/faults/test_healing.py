@@ -166,21 +166,29 @@ def test_folders_that_a_lost_rank_still_holds_are_waited_for(tmp_path: Path) -> 
 # Nothing is learned, so that a row's loss is its y squared, in every epoch.
 COUNTS = """
 import json, os, signal, sys, time
+from pathlib import Path
 import keras, numpy as np
 from ktrainer import Callback, PeerLost, Trainer
 from ktrainer.elastic import ElasticRecovery
 from ktrainer.state.progress import Phase
 
 commit = ElasticRecovery.commit
+done = {rank: Path(__file__).with_name(f"done-{rank}") for rank in (0, 2)}
 
 def miss(self, phase, *args, **kwargs):
-    world = self.world
-    if (phase, self.state.progress.step, world.stable_rank) == (Phase.UPDATED, 5, 1):
-        ElasticRecovery.commit = commit
-        time.sleep(0.5)  # the others have done this update, and wait for the next message
-        world.revoke()
-        raise PeerLost("as if the last message of this update had not come")
-    commit(self, phase, *args, **kwargs)
+    if (phase, self.state.progress.step) != (Phase.UPDATED, 5):
+        return commit(self, phase, *args, **kwargs)
+    ElasticRecovery.commit = commit
+    if (rank := self.world.stable_rank) != 1:
+        commit(self, phase, *args, **kwargs)
+        done[rank].touch()
+        return
+    end = time.monotonic() + 30
+    while not all(path.exists() for path in done.values()):
+        assert time.monotonic() < end, "the others have not done this update"
+        time.sleep(0.01)
+    self.world.revoke()
+    raise PeerLost("as if the last message of this update had not come")
 
 ElasticRecovery.commit = miss
 

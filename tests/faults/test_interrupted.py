@@ -231,15 +231,19 @@ def test_row_08_in_a_save(tmp_path: Path, monkeypatch: Any) -> None:
     assert not [path for path in (tmp_path / "checkpoints").iterdir() if path.name[0] == "."]
 
 
+def main_thread_is_in(name: str) -> bool:
+    """Whether the function that the main thread executes has this name."""
+    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore[index]
+    return frame.f_code.co_name == name
+
+
 def test_row_08_while_it_waits_for_data(
     tmp_path: Path, monkeypatch: Any, within: Callable[..., None]
 ) -> None:
     trained, release = threading.Event(), threading.Event()
-    main = threading.main_thread().ident
 
     def waits() -> bool:
-        frame = sys._current_frames()[main]  # type: ignore[index]
-        return trained.is_set() and frame.f_code.co_name == "wait"
+        return trained.is_set() and main_thread_is_in("wait")
 
     def batches() -> Iterator[Any]:
         x, y = arrays(16)
@@ -270,7 +274,13 @@ class AsksLater(Asks):
     def _ask(self, during: str) -> None:
         if during == "step" and self.progress.step == self.step:
             self.step = -1
-            threading.Timer(0.1, os.kill, (os.getpid(), self.number)).start()
+            threading.Thread(target=self._ask_in_wait).start()
+
+    def _ask_in_wait(self) -> None:
+        end = time.monotonic() + 20
+        while not main_thread_is_in("iterator_get_next") and time.monotonic() < end:
+            time.sleep(0.001)
+        os.kill(os.getpid(), self.number)
 
 
 def test_row_08_while_it_waits_for_tf_data(tmp_path: Path) -> None:

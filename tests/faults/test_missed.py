@@ -23,6 +23,7 @@ print(world.current_world().size)
 
 MODEL = """
 import os, signal, time
+from pathlib import Path
 import keras, numpy as np
 from ktrainer import Callback, Trainer
 
@@ -42,8 +43,12 @@ class Dies(Callback):
 trainer = Trainer.from_cli(callbacks=[Dies()])
 trainer.fit(build, (np.zeros((60, 6), "float32"), np.zeros((60, 3), "float32")))
 print("trained", flush=True)
+printed = Path(__file__).with_name("printed")
+if trainer.world.rank == 1:
+    printed.touch()
 if trainer.world.rank == 0:
-    time.sleep(0.5)
+    while not printed.exists():
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)  # as where it has too little memory to evaluate
 """
 
@@ -74,6 +79,8 @@ def test_a_rank_lost_after_fit_is_a_failure(tmp_path: Path) -> None:
 
 NAMES = """
 import os, signal, threading, time
+from pathlib import Path
+from ktrainer.distributed import stack_dump
 from ktrainer.errors import DeadlineExceeded, PeerLost
 from ktrainer.distributed.launcher_events import report_phase
 from ktrainer.distributed import open_world
@@ -81,9 +88,14 @@ from ktrainer.distributed import open_world
 def lost_in_thought():
     threading.Event().wait(60)
 
+stack_dump._SECONDS = 20.0  # for an answer
 world = open_world(heal=True)
 report_phase(1, range(3))
+opened = [Path(__file__).with_name(f"opened-{rank}") for rank in range(3)]
+opened[world.rank].touch()
 if world.rank == 2:
+    while not all(path.exists() for path in opened):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 if world.rank == 1:
     lost_in_thought()
@@ -112,4 +124,4 @@ def test_errors_name_lost_ranks_and_missing_ones(tmp_path: Path) -> None:
     assert "rank 0 waited 1 s at step 0 in 'agree on the surviving ranks'" in late
     assert "Lost: process 2. Expected: process 1, by their ranks at the start." in late
     assert where[0].startswith("process 1 (process ")
-    assert any('script.py", line 8 in lost_in_thought' in line for line in where)
+    assert any('script.py", line 10 in lost_in_thought' in line for line in where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -112,8 +113,23 @@ def cycles(
         with trainer(backend=backend, run__dir=f"{folder}/{k}", **settings) as it:
             it.fit(lambda: build(eager=backend != "pipeline"), data(), validation_data=data(4))
         keras.utils.clear_session()
-        seen.append((process.num_fds(), threading.active_count(), process.num_threads()))
+        seen.append(counts(process, seen))
     return seen
+
+
+def counts(process: psutil.Process, seen: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+    """Files, threads of Python and threads in all.
+
+    What has been closed or joined may be the kernel's for a moment: there is some time for the
+    counts to be no more than the last ones, much where they must not be.
+    """
+    end = time.monotonic() + (20.0 if len(set(seen[3:])) == 1 else 0.5)
+    while True:
+        found = process.num_fds(), threading.active_count(), process.num_threads()
+        more = seen and any(one > last for one, last in zip(found, seen[-1], strict=True))
+        if not more or time.monotonic() > end:
+            return found
+        time.sleep(0.02)
 
 
 @pytest.mark.exhaustive

@@ -18,36 +18,43 @@ from tests.processes import run
 
 __all__ = ["launch", "script"]
 
-# With MPI under way, ranks meet in it; else its own start waits, where Python cannot act.
+# With MPI under way, ranks meet in it; else its own start waits, where Python cannot act. The
+# others come together.
 SCRIPT = """
-import os, sys, time
-if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+import os, pathlib, sys, time
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+if rank == "1":
     if sys.argv[1] == "under way":
         from mpi4py import MPI
     time.sleep(60)
 from ktrainer.distributed import open_world
-open_world(start_deadline=2.0)
+came = {each: pathlib.Path(__file__).with_name(f"came-{each}") for each in ("0", "2")}
+came[rank].touch()
+while not all(path.exists() for path in came.values()):
+    time.sleep(0.01)
+open_world(start_deadline=float(sys.argv[2]))
 """
 
 
 def test_the_launcher_names_who_does_not_come_and_where_it_is(
     launch: Callable[..., subprocess.CompletedProcess[str]], script: Callable[[str], Path]
 ) -> None:
-    done = launch("-n", 3, script(SCRIPT), "not yet")
+    done = launch("-n", 3, script(SCRIPT), "not yet", 2)
     assert done.returncode == 1, done.stderr
     assert "waited 2 s for rank 1 to come to `Trainer(...)`" in done.stderr
     assert "raise world.start_deadline" in done.stderr
-    assert 'script.py", line 6 in <module>' in done.stderr.partition("rank 1 is at:\n")[2]
+    assert 'script.py", line 7 in <module>' in done.stderr.partition("rank 1 is at:\n")[2]
 
 
 @pytest.mark.parametrize("mpi", ["under way", "not yet"])
 def test_under_mpirun_the_ranks_end_by_themselves(script: Callable[[str], Path], mpi: str) -> None:
-    program = [sys.executable, str(script(SCRIPT)), mpi]
+    seconds = "6" if mpi == "under way" else "2"  # MPI's own start has the deadline, too
+    program = [sys.executable, str(script(SCRIPT)), mpi, seconds]
     command = mpirun_command(3, program, mpirun=find_mpirun(), root=os.geteuid() == 0)
     done = run(command, seconds=60, **mpi_environment())
     assert done.returncode == 1, done.stderr
     if mpi == "under way":
-        assert "waited 2 s at step 0 in 'start of all ranks'" in done.stderr
+        assert "waited 6 s at step 0 in 'start of all ranks'" in done.stderr
         assert "Not there: rank 1, which did not come to `Trainer(...)`" in done.stderr
         assert "If it may take that long, raise world.start_deadline." in done.stderr
     else:

@@ -15,6 +15,13 @@ from tests.launch.conftest import SECONDS
 
 Script = Callable[[str], Path]
 RANK = "import os, sys\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
+# Ranks that end wait until rank 0 has printed: lines are written at once.
+MEET = """
+import pathlib, time
+met = pathlib.Path(__file__).with_name("met")
+if rank == 0: met.touch()
+while not met.exists(): time.sleep(0.01)
+"""
 
 
 def run(*words: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -91,9 +98,9 @@ def test_other_ranks_are_kept_back(script: Script) -> None:
 
 def test_what_a_rank_printed_before_it_failed_is_shown(script: Script) -> None:
     path = script(
-        RANK + "print('here', rank)\n"
-        "if rank == 2:\n    for line in range(30000): print('line', line)\n    raise OSError('x')\n"
-        "import time; time.sleep(30)"
+        RANK + "print('here', rank)\n" + MEET + "if rank == 2:\n"
+        "    for line in range(30000): print('line', line)\n    raise OSError('x')\n"
+        "time.sleep(30)"
     )
     done = run("-n", 3, path)
     assert done.returncode == 1
@@ -107,7 +114,7 @@ def test_what_a_rank_printed_before_it_failed_is_shown(script: Script) -> None:
 
 def test_a_rank_that_is_killed_shows_what_it_printed(script: Script) -> None:
     path = script(
-        RANK + "import signal, time\nprint('here', rank, flush=True)\n"
+        RANK + "print('here', rank, flush=True)\n" + MEET + "import signal\n"
         "if rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(30)"
     )
     done = run("-n", 2, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -274,28 +275,34 @@ def test_what_is_no_row_is_never_counted_as_one(ranks: Callable[..., Any]) -> No
         assert all("no rank has any rows of what trainer.run was given" in each for each in nothing)
 
 
-def late(seconds: float) -> str:
+def late(folder: str) -> str:
     import tensorflow as tf
 
     from ktrainer.errors import DeadlineExceeded
 
-    with trainer("data_parallel", world__deadline=1) as it:
+    told = Path(folder, "told")
+    with trainer("data_parallel") as it:
         it.world.step = 0
         value = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
         it.run(lambda: value.assign_add(1.0))
         assert float(value) == it.world.size
+        it.world.deadline = 1.0
         if it.world.rank == 1:
-            time.sleep(seconds)
+            end = time.monotonic() + 30
+            while not told.exists() and time.monotonic() < end:
+                time.sleep(0.01)
             return ""
         try:
             it.run(lambda: value.assign_add(2.0))
         except DeadlineExceeded as error:
             return str(error)
+        finally:
+            told.touch()
     return "no error"
 
 
-def test_a_rank_that_does_not_come_is_named(ranks: Callable[..., Any]) -> None:
-    said, _ = ranks(2).run(late, 4.0)
+def test_a_rank_that_does_not_come_is_named(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    said, _ = ranks(2).run(late, str(tmp_path))
     assert "step 2" in said
     assert "all-reduce" in said
     assert "rank 1" in said

@@ -62,9 +62,11 @@ def _from_first(smp: Any, group: Any, kind: Any, own: int) -> int:
 def waits() -> str:
     """What a rank raises that waits for a message that is not sent."""
     import ktrainer.modelparallel as smp
+    from ktrainer.distributed import current_world
     from tests.dataparallel.helpers import caught
 
-    smp.init({"partitions": 2}, deadline=1.0)
+    smp.init({"partitions": 2}, deadline=SECONDS)
+    current_world().deadline = 1.0
     said = caught(lambda: smp.recv_from(1 - smp.rank(), smp.RankType.WORLD_RANK))
     smp.shutdown()
     return said

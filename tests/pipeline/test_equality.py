@@ -95,6 +95,7 @@ OPTIONS = {
     "callbacks": (Case("plain", rows=38, epochs=6, callbacks=True), 2, ()),
     "aside": (Case("aside", **SHORT), 3, ()),
     "unused": (Case("unused", **SHORT), 3, ZERO),
+    "unbuilt": (Case("unbuilt", **SHORT, instance=True), 2, ()),
     # Its gradients are clipped on their way back, which health.verify would rightly name.
     "rare": (Case("rare", **SHORT, settings=("health.verify=off",)), 3, ZERO),
     "side-effects": (Case("aux", **SHORT), 2, ()),

@@ -65,7 +65,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return nodes, sizes, draw(st.lists(st.sampled_from(made), unique=True, min_size=1, max_size=2))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     problem=problems(),
     stages=st.integers(1, 4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ktrainer.backends.pipeline.schedules.actions import Schedule, ScheduleError
@@ -46,7 +46,6 @@ def test_a_deadlock_is_a_mistake():
 
 
 @given(schedules(), st.data())
-@settings(deadline=None)
 def test_no_action_can_be_left_out_or_run_twice(case, data):
     schedule, _ = case
     rank = data.draw(st.integers(0, schedule.ranks - 1))

@@ -119,7 +119,7 @@ def test_backward_first_has_two_more_than_ranks_in_flight_by_default():
 
 
 @given(schedules())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_every_schedule_is_complete_ends_and_keeps_its_cap(case):
     schedule, cap = case
     validate_schedule(schedule)
@@ -132,7 +132,6 @@ def test_every_schedule_is_complete_ends_and_keeps_its_cap(case):
 
 
 @given(schedules())
-@settings(deadline=None)
 def test_microbatches_keep_their_order(case):
     """Then sums over microbatches are the same number under every schedule."""
     schedule, _ = case

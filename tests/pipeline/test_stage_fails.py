@@ -80,7 +80,7 @@ def test_a_stage_that_is_killed_in_the_middle_of_a_schedule_ends_all(tmp_path: P
     assert f"PeerLost: rank 0 lost rank 1 at step 3 {waits}" in done.stderr
 
 
-def _train(where: str, pid_file: str = "") -> None:
+def _train(where: str, folder: str) -> None:
     """Train two stages of which the last fails, is late or stops `where` it says."""
     import time
 
@@ -89,12 +89,12 @@ def _train(where: str, pid_file: str = "") -> None:
 
     from ktrainer import Trainer
 
-    calls = []
+    calls, pid, told = [], Path(folder, "pid"), Path(folder, "told")
 
     def fifth(x: Any) -> Any:
         calls.append(x)
         if len(calls) == 5 and where == "stop":
-            Path(pid_file).write_text(str(os.getpid()))
+            pid.write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(1)  # until the main thread, which takes the signal, has a core
         elif len(calls) == 5:
@@ -112,9 +112,12 @@ def _train(where: str, pid_file: str = "") -> None:
 
     class Deadline(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            trainer.world.deadline = 5.0 if where == "stop" else 2.0  # the first batch compiled
-            if (where, batch, trainer.world.rank) == ("between steps", 1, 1):
-                time.sleep(6)
+            trainer.world.deadline = 5.0 if where == "stop" else 4.0  # the first batch compiled
+            end = time.monotonic() + 30
+            while (where, batch, trainer.world.rank) == ("between steps", 1, 1):
+                if told.exists() or time.monotonic() > end:
+                    return
+                time.sleep(0.01)
 
     def build() -> Any:
         constraint = in_python if where == "update" else None
@@ -131,8 +134,9 @@ def _train(where: str, pid_file: str = "") -> None:
         with Trainer(overrides=[*WORDS, *QUIET, stages], callbacks=[Deadline()]) as trainer:
             trainer.fit(build, data_of("plain", 96))
     finally:
+        told.touch()
         if where == "stop" and trainer.world.rank == 0:
-            os.kill(int(Path(pid_file).read_text()), signal.SIGCONT)
+            os.kill(int(pid.read_text()), signal.SIGCONT)
 
 
 @pytest.mark.quick("update")
@@ -141,9 +145,9 @@ def test_a_stage_that_fails_anywhere_is_named_within_the_deadline(
     ranks: Callable[..., Any], tmp_path: Path, where: str
 ) -> None:
     """`test_an_exception_in_a_stage` holds that an exception then ends all."""
-    first, second = ranks(2).outcomes(_train, where, str(tmp_path / "pid"))
+    first, second = ranks(2).outcomes(_train, where, str(tmp_path))
     assert isinstance(first.error, DeadlineExceeded), first
-    assert first.error.seconds == (5 if where == "stop" else 2)
+    assert first.error.seconds == (5 if where == "stop" else 4)
     assert "rank 1" in str(first.error)
     if where in ("backward pass", "update"):
         assert f"RuntimeError: fails on purpose in the {where}" in str(second.error)

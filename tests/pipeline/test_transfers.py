@@ -13,14 +13,13 @@ from tests.pipeline.schedule_machine import CHUNKED, program, run, schedules
 
 
 @given(schedules())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_with_buffered_sends_and_blocking_receives_every_rank_ends(case):
     schedule, _ = case
     assert not any(run(schedule))
 
 
 @given(schedules())
-@settings(deadline=None)
 def test_transfers_are_those_of_a_pipeline(case):
     """The library's messages against those of the tests' own machine."""
     schedule, _ = case
@@ -40,7 +39,7 @@ def _tag(transfers, transfer, end):
 
 
 @given(schedules())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_message_is_sent_once_and_received_once(case):
     schedule, _ = case
     transfers = Transfers(schedule)

@@ -32,6 +32,15 @@ def mlp(deep: int = 8) -> keras.Model:
     return model
 
 
+def unbuilt() -> keras.Model:
+    """A Sequential that does not know its inputs, though its layers do."""
+    inputs = keras.Input((6,))
+    inner = keras.Model(inputs, layers.Dense(3)(layers.Dense(8, "tanh")(inputs)))
+    model = keras.Sequential([inner])
+    model.compile(keras.optimizers.AdamW(0.01), classes(), metrics=["accuracy"])
+    return model
+
+
 def plain() -> keras.Model:
     """Nothing but dense layers and plain SGD."""
     inner = [layers.Dense(8, "tanh") for _ in range(3)]
@@ -442,7 +451,7 @@ def sums(kind: Any = keras.Model, loss: Any = None) -> keras.Model:
     return model
 
 
-_PLAIN = (mlp, plain, cnn, tied, masked, two, recurrent)
+_PLAIN = (mlp, plain, unbuilt, cnn, tied, masked, two, recurrent)
 _SPECIAL = (aside, unused, rare, aux, thrice, words, steep, steep_first)
 _WHOLE = (simclr, clip, weighted_tokens, two_losses, adds)
 BUILD: dict[str, Any] = {f.__name__: f for f in (*_PLAIN, *_SPECIAL, *_WHOLE)} | {

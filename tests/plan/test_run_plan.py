@@ -61,7 +61,7 @@ def test_horovod_must_be_there():
     assert (caught.value.path, caught.value.value) == ("backend.engine", "horovod")
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(1, 64), st.integers(1, 9), st.booleans(), st.integers(1, 4))
 def test_batches_over_ranks(batch, size, per_worker, accumulate):
     words = [*PARALLEL, f"data.batch_size={batch}", f"trainer.accumulate={accumulate}"]

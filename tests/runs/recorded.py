@@ -2,7 +2,8 @@
 
 python tests/runs/recorded.py FOLDER STEP [WORD ...]    kills itself before update STEP
 
-Of several ranks the last one does, in the first start alone.
+Of several ranks the last one does, in the first start alone. Later ones wait while there is a
+file FOLDER.hold.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,4 +84,6 @@ class KillsLastRank(Acts):
 
 
 if __name__ == "__main__":
+    while restart_records.count() and Path(f"{sys.argv[1]}.hold").exists():
+        time.sleep(0.02)
     train(Path(sys.argv[1]), *sys.argv[3:], callbacks=[KillsLastRank(int(sys.argv[2]), kill)])

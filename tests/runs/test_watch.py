@@ -288,7 +288,8 @@ def test_ctrl_c_ends_the_watching(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_real_run_is_watched(tmp_path: Path) -> None:
     """From its first moments; rank 1 is killed, and both start again from a checkpoint."""
-    folder = tmp_path / "run"
+    folder, hold = tmp_path / "run", tmp_path / "run.hold"
+    hold.touch()
     command = [warm_python(), "-m", "ktrainer.cli.main", "run", "-n", "2", "--max-restarts", "1"]
     words = ["--no-warm", str(SCRIPT), str(folder), "8", "--", "backend=data_parallel"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "tensorflow"}
@@ -299,6 +300,7 @@ def test_a_real_run_is_watched(tmp_path: Path) -> None:
         time.sleep(0.05)
     watching = Watching(folder, "--every", "0.1")
     watching.until("starts the run again", 120)
+    hold.unlink()
     watching.until("(restart 1)", 120)
     watching.until("finished", 120)
     assert watching.code() == 0

@@ -74,7 +74,7 @@ def rolled_back() -> dict[str, Any]:
 
 def killed_after_its_update() -> dict[str, Any]:
     """Worker 1 is killed after it has applied an update, before that is known."""
-    with trainer() as it, before_a_copy(1, after=5) as sent:
+    with trainer() as it, before_a_copy(1) as sent:
         sent.number = signal.SIGKILL
         it.fit(build, data())
         counted = {m.name: float(m.variables[-1].numpy()) for m in it.model.metrics}
@@ -150,17 +150,14 @@ class At(keras.callbacks.Callback):
 
 
 @contextmanager
-def before_a_copy(worker: int, after: int = 0) -> Iterator[Stop]:
-    """A signal to a worker, before what it has computed is copied from there, the `after`-th
-    time."""
-    sent, seen = Stop("worker", worker), []
+def before_a_copy(worker: int) -> Iterator[Stop]:
+    """A signal to a worker, before what it has first computed is copied from there."""
+    sent = Stop("worker", worker)
     original = RemoteValueImpl._copy_to_local
 
     def copy(self: Any) -> Any:
         if f"/job:worker/replica:0/task:{worker}/" in " ".join(devices(self._values)):
-            seen.append(self)
-            if len(seen) > after:
-                sent()
+            sent()
         return original(self)
 
     with patch.object(RemoteValueImpl, "_copy_to_local", copy):

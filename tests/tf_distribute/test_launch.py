@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def test_a_worker_that_is_killed_ends_all(start: Start, script: Path) -> None:
     task(launcher, "OMPI_COMM_WORLD_RANK", "1").kill()
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 40
     assert launcher.returncode != 0
     assert "rank 1 was ended by signal 9" in errors
 
@@ -52,7 +51,7 @@ def test_a_worker_names_the_one_that_stops_or_is_lost(
         wait_for(other, "ready")
         began = time.monotonic()
         _, errors = other.communicate(timeout=60)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 40
     finally:
         both[victim].kill()  # it may have stopped, and would not end otherwise
     assert other.returncode != 0
@@ -68,7 +67,7 @@ def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None
     wait_for(launcher, "ready")
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 40
     assert launcher.returncode != 0
     assert "rank 0 raised DeadlineExceeded" in errors
     assert "'a sum over processes' for other ranks. No answer from rank 1" in errors
@@ -106,20 +105,8 @@ def by_tf_config() -> list[dict[str, str]]:
 def by_slurm() -> list[dict[str, str]]:
     """Those of the two tasks of a Slurm step on one host."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
-    step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "KTRAINER_PORT": str(first_of_two_ports())}
+    step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "KTRAINER_PORT": str(free_ports(2)[0])}
     return [{**step, "SLURM_PROCID": str(rank)} for rank in range(2)]
-
-
-def first_of_two_ports() -> int:
-    """A free port after which the next one is free too."""
-    for port in range(20000, 30000, 2):
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                socket.create_server(("127.0.0.1", port + 1)).close()
-            return port
-        except OSError:
-            continue
-    raise AssertionError("no two free ports")
 
 
 @pytest.mark.exhaustive

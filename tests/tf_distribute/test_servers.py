@@ -102,7 +102,7 @@ def test_workers_and_servers_that_fail_or_stop(start: Start, tmp_path: Path) -> 
     for name, who in (("stopped", "worker 1"), ("server", "ps 0")):
         said, seconds = found[name]
         assert said.startswith(f"the coordinator receives no heartbeat from {who} (127.0.0.1:")
-        assert seconds < 15
+        assert seconds < 40
     assert "PeerLost: the coordinator receives no heartbeat from ps 0 (127.0.0.1:" in errors
     assert "in 'a read from the servers'" in errors
 
@@ -116,7 +116,7 @@ def test_a_server_that_is_killed_is_named(start: Start, script: Path) -> None:
     task(launcher, "TF_CONFIG", '"ps", "index": 0').kill()
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 40
     assert launcher.returncode == 1
     assert "PeerLost: the coordinator lost ps 0 (127.0.0.1:" in errors
 
@@ -129,7 +129,7 @@ def test_a_worker_that_is_missing_at_the_start_is_named(start: Start, script: Pa
     words = (*SERVERS, *QUIET, "backend.start_timeout=2")
     began = time.monotonic()
     _, errors = start(script, *words, TF_CONFIG=config).communicate(timeout=60)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 50
     assert f"Not there: worker 0 ({worker}), ps 0 ({server})" in errors
     assert "backend.start_timeout" in errors
 

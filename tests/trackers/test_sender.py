@@ -7,11 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ktrainer.callbacks.trackers import tracker
+from ktrainer.callbacks.trackers import sender, tracker
 from ktrainer.callbacks.trackers.sender import Sender
 from ktrainer.callbacks.trackers.tracker_run import Point, RunFacts, TrackerRun
 from tests.trackers.test_final_rows import Record
@@ -41,10 +42,10 @@ class Stored(TrackerRun):
 def send(record: Record, stores: Stores, acts: Any = lambda: None) -> Any:
     """Send what is final; returns the problem, and the steps that are missing."""
     state, arguments = record.path.with_name("t.json"), {"stores": stores, "acts": acts}
-    sender = Sender(Stored, arguments, record.path, state, (1, 0), live=True)
-    sender.wake()
-    missing = sender.close(None, 20.0)
-    return sender.problem, missing
+    sends = Sender(Stored, arguments, record.path, state, (1, 0), live=True)
+    sends.wake()
+    missing = sends.close(None, 20.0)
+    return sends.problem, missing
 
 
 def fails() -> None:
@@ -80,21 +81,23 @@ def test_a_tracker_that_hangs_lacks_all_rows(tmp_path: Path) -> None:
     record.start()
     record.rows(1, 2)
     state, arguments = tmp_path / "t.json", {"stores": stores, "acts": answers.wait}
-    sender = Sender(Stored, arguments, record.path, state, (1, 0), live=True)
-    sender.wake()
+    sends = Sender(Stored, arguments, record.path, state, (1, 0), live=True)
+    sends.wake()
     while not stores or not next(iter(stores.values())):
         time.sleep(0.01)
     record.rows(3, 4, 5)
-    assert sender.close("finished", 0.1) == 5
-    assert sender.problem == "it did not answer within 0 s"
+    assert sends.close("finished", 0.1) == 5
+    assert sends.problem == "it did not answer within 0 s"
     answers.set()
 
 
 def test_trackers_that_hang_are_waited_for_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is given the same half minute, here half a second, and has rows that are sent in it."""
-    monkeypatch.setattr(tracker, "CLOSE_SECONDS", 0.5)
+    """Each is given the same half minute, by a clock that goes only in these waits, and has rows
+    that are sent in it."""
+    now, waits = 100.0, dict[str, list[float]]()
+    monkeypatch.setattr(sender, "time", SimpleNamespace(monotonic=lambda: now))
     record, hangs, stores = Record(tmp_path), threading.Event(), dict[str, Stores]()
     record.start()
     record.rows(1, 2)
@@ -105,11 +108,20 @@ def test_trackers_that_hang_are_waited_for_together(
         arguments = {"stores": stores.setdefault(each.name, {}), "acts": acts[each.name]}
         state = tmp_path / f"{each.name}.json"
         each._sender = Sender(Stored, arguments, record.path, state, (1, 0), live=True)
-    began = time.monotonic()
+        join, waits[each.name] = each._sender._thread.join, []
+
+        def waited(seconds: float, join: Any = join, name: str = each.name) -> None:
+            nonlocal now
+            waits[name].append(seconds)
+            now += seconds
+            if name == "trackio":
+                join(20)
+
+        monkeypatch.setattr(each._sender._thread, "join", waited)
     for each in trackers:
         hung = pytest.warns(UserWarning, match="it did not answer")
         with hung if each.name != "trackio" else nullcontext():
             each.close()
-    assert 0.5 <= time.monotonic() - began < 0.9
+    assert waits == {"wandb": [30.0], "mlflow": [0.0], "trackio": [0.0]}
     assert list(stores["trackio"].values()) == [{1: 1.0}]
     hangs.set()

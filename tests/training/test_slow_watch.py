@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from ktrainer import Callback, Trainer
 from ktrainer.distributed import link_speed
 from ktrainer.errors import Interrupted
 from ktrainer.runtime.history_file import read_events
+from ktrainer.runtime.process_usage import processor_share, processor_time
 from ktrainer.state.progress import Progress
 from ktrainer.state.time_shares import COMMUNICATION, TimeShares
 from ktrainer.state.warning_log import WarningLog
@@ -54,13 +56,18 @@ class Sleep(Callback):
 
     def __init__(self, rank: int, begin: int = PLANTED) -> None:
         super().__init__()
-        self.rank, self.begin, self.slept = rank, begin, 0.0
+        self.rank, self.begin = rank, begin
+        self.each: list[float] = []
 
     def on_step_end(self, step: int, logs: Any = None) -> None:
         if self.world.rank == self.rank and step >= self.begin:
             began = time.perf_counter()
             time.sleep(SECONDS)
-            self.slept += time.perf_counter() - began  # longer on a busy machine
+            self.each.append(time.perf_counter() - began)  # longer on a busy machine
+
+    @property
+    def slept(self) -> float:
+        return sum(self.each)
 
 
 def build() -> keras.Model:
@@ -80,16 +87,33 @@ def data(batches: int) -> tuple[np.ndarray, np.ndarray]:
 # -- the sum of all shares
 
 
-def wall_and_rows(strategy: str, folder: str) -> tuple[float, Any, float]:
-    """Seconds of a whole `fit`, what its times were said to be, and the seconds slept."""
+@contextmanager
+def until_taken(world: Any) -> Iterator[list[float]]:
+    """Seconds from here on to each time that the times of an epoch were taken."""
+    began, found, allgather = time.perf_counter(), [], world.allgather
+
+    def noted(value: Any, what: str = "") -> Any:
+        if what == "times of an epoch":
+            found.append(time.perf_counter() - began)
+        return allgather(value, what)
+
+    world.allgather = noted
+    yield found
+    del world.allgather
+
+
+def wall_and_rows(strategy: str, folder: str) -> tuple[float, Any, float, float]:
+    """Seconds of a `fit` until its last times, what these were said to be, the seconds slept, and
+    those that threads of this process waited for a processor."""
     times, sleep, x_y = Times(), Sleep(0, 0), data(30)
     words = {"run__dir": folder, "checkpoint__every": "1ep", "data__batch_size": 8}
     with trainer(strategy, callbacks=[times, sleep], **words) as it:
         with it.scope():
             model = build()
-        begin = time.perf_counter()
-        it.fit(model, x_y, validation_data=x_y, epochs=3)
-        return time.perf_counter() - begin, times.rows, sleep.slept
+        processors = processor_time()
+        with until_taken(it.world) as walls:
+            it.fit(model, x_y, validation_data=x_y, epochs=3)
+        return walls[-1], times.rows, sleep.slept, processor_share(processors)[1]
 
 
 @pytest.mark.quick("data_parallel")
@@ -98,7 +122,8 @@ def test_shares_sum_to_the_wall_time(
     ranks: Callable[..., Any], strategy: str, tmp_path: Path
 ) -> None:
     found = under(ranks, strategy, wall_and_rows, strategy, str(tmp_path))
-    for rank, (wall, rows, _) in enumerate(found):
+    delayed = sum(waited for *_, waited in found)  # by other processes
+    for rank, (wall, rows, _, _) in enumerate(found):
         assert len(rows) == 4  # three epochs, and the end
         assert all(ranks_rows == found[0][1][i] for i, ranks_rows in enumerate(rows))
         mine = [row[rank] for row in rows]
@@ -107,14 +132,14 @@ def test_shares_sum_to_the_wall_time(
             assert all(seconds > 0 for seconds in row.values())
         assert sum(row["seconds"] for row in mine) == pytest.approx(wall, rel=0.01)
         # What has no name but that of the loop is little.
-        assert sum(row.get("loop", 0.0) for row in mine) < 0.05 * wall
+        assert sum(row.get("loop", 0.0) for row in mine) < 0.05 * wall + delayed
     slept = found[0][2]
     assert slept >= 3 * 30 * SECONDS
     first = [row[0]["callback Sleep"] for row in found[0][1] if "callback Sleep" in row[0]]
     assert sum(first) == pytest.approx(slept, rel=0.1)
     if len(found) > 1 and strategy != "multi_worker_mirrored":
         waited = sum(row[1].get("waiting for rank 0", 0.0) for row in found[0][1])
-        assert waited == pytest.approx(slept, rel=0.2)
+        assert waited == pytest.approx(slept, abs=0.2 * slept + delayed)
     events = [e for e in read_events(tmp_path / "history.jsonl") if e["event"] == "times"]
     ends = [(1, 30), (2, 60), (3, 90), (3, 90)]
     assert [(event["epoch"], event["step"]) for event in events] == ends
@@ -126,10 +151,11 @@ def steps_rows(folder: str) -> tuple[float, list[list[dict[str, float]]]]:
     times, (x, y) = Times(), data(20)
     keys = {"run": {"dir": folder}, "data": {"batch_size": 8}, "logging": {"progress": "none"}}
     with Trainer(keys, callbacks=[times]) as it:  # in this process, whose devices are made
-        model, begin = build(), time.perf_counter()
-        for _ in it.steps((x, y), model=model, optimizer=model.optimizer, epochs=2):
-            time.sleep(SECONDS)
-        return time.perf_counter() - begin, times.rows
+        model = build()
+        with until_taken(it.world) as walls:
+            for _ in it.steps((x, y), model=model, optimizer=model.optimizer, epochs=2):
+                time.sleep(SECONDS)
+        return walls[-1], times.rows
 
 
 @pytest.mark.exhaustive
@@ -301,10 +327,13 @@ def test_a_window_knows_the_processor_time_of_a_suspect_from_its_begin(
 
 
 class Linked:
-    """Two hosts that do the same."""
+    """Two ranks that do the same."""
 
     size = replicas = 2
-    rank, local_size, is_root = 0, 1, True
+    rank, is_root = 0, True
+
+    def __init__(self, local_size: int = 1) -> None:
+        self.local_size = local_size
 
     def allgather(self, value: Any, what: str) -> list[Any]:
         return [value, value]
@@ -350,23 +379,68 @@ def test_links_that_are_not_slow_are_measured_for_a_small_part_of_the_time(
     assert watch._communication() < 0.1
 
 
+def test_ranks_compare_less_often_where_nothing_stands_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every 80 ms, and of 40 ms once where steps have become longer."""
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(slow_watch, "processor_share", lambda before: (None, 0.0))
+    context: Any = SimpleNamespace(
+        world=Linked(local_size=2),
+        backend=SimpleNamespace(communication_seconds=0.0),
+        config=SimpleNamespace(logging=SimpleNamespace(slow=0.999)),
+    )
+    times = TimeShares(began=0.0)
+    state: Any = SimpleNamespace(times=times, progress=Progress(), warnings=WarningLog(), slow=[])
+    watch, compared = slow_watch.SlowWatch(context, state), []
+    for step in range(1, 78):
+        now += (1 if step <= 60 else 1.5) / 64
+        watch.mark(1)
+        if watch.due:
+            watch.compare([])
+            compared.append(step)
+    assert compared == [3, *range(9, 58, 6), *range(63, 78, 4)]
+
+
 # -- planted causes
 
 
-def planted(cause: str, slow_rank: int = 1, share: str = "0.1") -> list[Any]:
-    """What is named on this rank, to its own callbacks; but for ranks that do not get their cores
-    or memory, as on a machine that runs other tests too."""
+def planted(
+    cause: str, slow_rank: int = 1, share: str = "0.1"
+) -> tuple[list[Any], list[float], float]:
+    """What is named on this rank, to its own callbacks, but for ranks that do not get their cores
+    or memory, as on a machine that runs other tests too; what it slept each time; and the seconds
+    that its threads waited for a processor."""
     times, words = Times(), {"data__batch_size": 8, "logging__slow": share}
-    callbacks: list[Any] = [times]
-    if cause == "callback":
-        callbacks.append(Sleep(slow_rank))
+    sleep, processors = Sleep(slow_rank), processor_time()
+    callbacks = [times, sleep] if cause == "callback" else [times]
     with trainer("data_parallel", callbacks=callbacks, **words) as it:
         mine = it.world.rank == slow_rank and cause == "data"
         batches: Any = tf.data.Dataset.from_tensor_slices(data(80)).batch(8)
         if mine:
             batches = batches.enumerate().map(slow_map)
         it.fit(build(), batches)
-        return [slow for slow in times.slow if slow[2] not in ("cpu", "memory")]
+        found = [slow for slow in times.slow if slow[2] not in ("cpu", "memory")]
+        return found, sleep.each, processor_share(processors)[1]
+
+
+def check_planted(
+    ranks: Callable[..., Any], check: Callable[[list[Any], list[float]], None], *words: Any
+) -> None:
+    """`check` what each rank has found, and what rank 1 has slept; again where other processes took
+    a core for so long that a wait for its rank may have been named, or long steps were not."""
+    for _ in range(3):
+        found = ranks(2).run(planted, *words)
+        try:
+            for named, _, _ in found:
+                check(named, found[1][1])
+        except AssertionError:
+            if max(waited for *_, waited in found) < 0.3:
+                raise
+        else:
+            return
+    pytest.skip("other processes took the ranks' cores, three times")
 
 
 def slow_map(number: tf.Tensor, row: Any) -> Any:
@@ -380,68 +454,39 @@ def slow_map(number: tf.Tensor, row: Any) -> Any:
 
 
 def test_a_callback_that_sleeps_is_named_with_rank_and_class(ranks: Callable[..., Any]) -> None:
-    for found in ranks(2).run(planted, "callback"):
-        ((step, rank, cause, message),) = found
+    def check(named: list[Any], slept: list[float]) -> None:
+        ((step, rank, cause, message),) = only(named)
         assert PLANTED <= step <= PLANTED + 10
         assert (rank, cause) == (1, "callback Sleep")
         (milliseconds,) = re.findall(r"callback Sleep takes ([\d.]+) ms", message)
-        assert 1000 * SECONDS <= float(milliseconds) < 1000 * SECONDS + 1
+        assert 1000 * SECONDS <= float(milliseconds) < 1000 * max(slept) + 1
         assert "on rank 1" in message
+
+    check_planted(ranks, check, "callback")
 
 
 def test_a_map_function_that_sleeps_is_named_with_rank_and_stage(ranks: Callable[..., Any]) -> None:
-    for found in ranks(2).run(planted, "data"):
-        ((step, rank, cause, message),) = found
+    def check(named: list[Any], _: list[float]) -> None:
+        ((step, rank, cause, message),) = only(named)
         assert PLANTED <= step <= PLANTED + 12  # the first ones were read ahead
         assert (rank, cause) == (1, "data")
         assert "rank 1 waits for data" in message
         assert "Map of slow_map" in message
 
+    check_planted(ranks, check, "data")
+
+
+def only(named: list[Any]) -> list[Any]:
+    assert len(named) == 1, named
+    return named
+
 
 def test_nothing_is_named_in_clean_runs_or_when_switched_off(ranks: Callable[..., Any]) -> None:
-    assert ranks(2).run(planted, "nothing") == [[], []]
-    assert ranks(2).run(planted, "callback", share="null") == [[], []]
+    def check(named: list[Any], _: list[float]) -> None:
+        assert named == []
 
-
-class Paces(Callback):
-    """Has steps of 10 ms, and counts comparisons of times from the 20th on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.began = 0, 0.0
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        super().on_train_begin(logs)
-        allgather = self.world.allgather
-
-        def counted(value: Any, what: str = "") -> Any:
-            self.count += what == "times of the last steps"
-            return allgather(value, what)
-
-        self.world.allgather = counted
-
-    def on_step_end(self, step: int, logs: Any = None) -> None:
-        time.sleep(0.01)
-        if step == 20:
-            self.count, self.began = 0, time.perf_counter()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self.seconds = time.perf_counter() - self.began
-        del self.world.allgather
-
-
-def comparisons() -> tuple[int, float]:
-    """How often the ranks compare their times where nothing is slow, and in how many seconds."""
-    words, paces = {"data__batch_size": 8, "logging__slow": "0.999"}, Paces()
-    with trainer("data_parallel", callbacks=[paces], **words) as it:
-        it.fit(build(), data(200))
-        return paces.count, paces.seconds
-
-
-def test_ranks_compare_less_often_where_nothing_stands_out(ranks: Callable[..., Any]) -> None:
-    """Every 80 ms, but where other processes have made steps longer."""
-    for count, seconds in ranks(2).run(comparisons):
-        assert 10 < count < seconds / 0.065
+    check_planted(ranks, check, "nothing")
+    check_planted(ranks, check, "callback", 1, "null")
 
 
 def said(output: str) -> list[Any]:
@@ -494,11 +539,12 @@ trainer.fit(model, batches)
 def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BUSY)
     found: list[Any] = []
-    for attempt in range(2):  # others may take the cores of both ranks, once
+    for attempt in range(3):  # others may take the cores of both ranks
         words = ["backend=data_parallel", "logging.progress=none", f"run.dir={tmp_path}/{attempt}"]
         done = ktrainer("run", "-n", 2, "--threads", 1, "train.py", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        if found := said(done.stdout):
+        found = said(done.stdout)
+        if any(cause == "cpu" for _, _, cause, _ in found):
             break
     if any(cause == "cpu" and (rank == 0 or step < 30) for step, rank, cause, _ in found):
         pytest.skip("other processes took a rank's core")  # which is named once
@@ -584,10 +630,11 @@ def test_a_link_that_becomes_slow_is_named_without_mpi(
 def check_link(made: Hosts, output: str) -> None:
     found = said(output)
     links = [each for each in found if each[2] == "link"]
-    assert links, (found, output)
-    assert all(name in links[0][3] for name in made.names)
-    assert links[0][3].count("MB/s") == 2  # now and before
-    assert links[0][0] >= 60
-    if any(cause == "cpu" for _, _, cause, _ in found):
+    busy = any(cause == "cpu" for _, _, cause, _ in found)
+    assert links or busy, (found, output)
+    for _, _, _, message in links[:1]:
+        assert all(name in message for name in made.names)
+        assert message.count("MB/s") == 2  # now and before
+    if busy:
         pytest.skip("other processes took a rank's core: how soon a link is named was not tested")
-    assert links[0][0] <= 70  # 65 to 67 where nothing else runs
+    assert 60 <= links[0][0] <= 70  # 65 to 67 where nothing else runs

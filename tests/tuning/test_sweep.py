@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ktrainer.cli import main
@@ -22,6 +24,7 @@ from ktrainer.cli.sweep_command import _open_study, add_arguments, read_later_op
 from ktrainer.cli.sweep_runs import OUTPUT, Outcome, outcome
 from ktrainer.cli.sweep_words import SweepWords
 from ktrainer.errors import ConfigError
+from ktrainer.launch.process_tree import is_alive
 from ktrainer.runs.run_record import RunRecord
 from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
@@ -33,7 +36,7 @@ from tests.runs.browser import browser, why_no_browser
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed database")  # SQLAlchemy's, at the end
 
 SCRIPT = """
-import os
+import os, signal, time
 from pathlib import Path
 import keras, numpy as np, psutil
 from ktrainer import Callback, Trainer
@@ -43,8 +46,17 @@ class Acts(Callback):
     def on_step_end(self, step, logs=None):
         if user.raises:
             raise RuntimeError("planted")
-        if user.sleep:
-            __import__("time").sleep(user.sleep)
+        hold = Path(__file__).with_name(f"hold {Path(trainer.run_dir).name} {step}")
+        if hold.exists():
+            self.wait(hold)
+
+    def wait(self, hold):
+        asked, before = [], signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *given: asked.append(before(*given)))
+        hold.with_name(f"held {os.getpid()}").touch()
+        while hold.exists() and not asked:
+            time.sleep(0.02)
+        signal.signal(signal.SIGTERM, before)
 
     def on_train_end(self, logs=None):
         killed = Path(trainer.run_dir) / "killed"
@@ -52,7 +64,7 @@ class Acts(Callback):
             killed.touch()
             sweep = next(p for p in psutil.Process().parents() if "sweep" in p.cmdline())
             sweep.kill()
-            __import__("time").sleep(60)
+            time.sleep(60)
         note = Path(trainer.run_dir) / f"rank-{self.world.rank}.txt"
         note.write_text(f"{self.progress.step}")
 
@@ -60,7 +72,7 @@ class Acts(Callback):
         return 1
 
 
-user = {"lr": 0.01, "width": 4, "raises": False, "sleep": 0.0, "kills": False}
+user = {"lr": 0.01, "width": 4, "raises": False, "kills": False}
 trainer = Trainer.from_cli([Acts()], defaults={"user": user, "seed": 1})
 user = trainer.config.user
 keras.utils.set_random_seed(1)
@@ -371,9 +383,8 @@ def test_a_sweep_that_is_killed_when_it_has_pruned(script: Path, tmp_path: Path)
     assert "the script has ended" not in (folder / OUTPUT).read_text()
 
 
-KILLED = ("--trials", "4", "train.py", "user.lr=log(1e-3,1e-1)",
-          "user.width=int(2,6)", "user.sleep=0.03", "checkpoint.every=1ep",
-          "checkpoint.asynchronous=false")  # fmt: skip
+KILLED = ("--trials", "2", "train.py", "user.lr=log(1e-3,1e-1)", "user.width=int(2,6)",
+          "checkpoint.every=1ep", "checkpoint.asynchronous=false")  # fmt: skip
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
@@ -382,47 +393,51 @@ def start(folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder.parent, stdout=out, stderr=out, text=True)
 
 
-def wait_for(process: subprocess.Popen[str], folder: Path, kind: str, count: int) -> bool:
-    """Whether `folder` has so many events of a kind before the process ends."""
+def held(process: subprocess.Popen[str], folder: Path) -> psutil.Process:
+    """The process of the next trial of a sweep that waits as `folder` has it."""
     while process.poll() is None:
+        for path in folder.glob("held *"):
+            path.unlink()
+            return psutil.Process(int(path.name.split()[1]))
         time.sleep(0.02)
-        file = folder / "history.jsonl"
-        if file.exists() and file.read_text().count(f'{{"event": "{kind}"') >= count:
-            return True
-    return False
+    raise AssertionError(process.communicate())
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_a_killed_sweep_goes_on_as_if_it_had_not_been(script: Path, tmp_path: Path) -> None:
+def test_a_killed_sweep_goes_on_as_if_it_had_not_been(
+    script: Path, tmp_path: Path, within: Callable[..., None]
+) -> None:
     undisturbed, killed = tmp_path / "one", tmp_path / "two"
     process = start(undisturbed)
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, out + err
-    # The sweep itself before training and after the first checkpoint; then a rank alone, which
-    # the sweep starts again; then a signal.
-    for trial, kind, count in [(0, "start", 1), (1, "epoch", 2)]:
+    # The sweep itself, before the first checkpoint of a trial and after the second one of the
+    # next; then a rank alone, which the sweep starts again; then a signal.
+    for hold in (tmp_path / "hold trial-0000 1", tmp_path / "hold trial-0001 7"):
+        hold.touch()
         process = start(killed)
-        assert wait_for(process, killed / f"trial-000{trial}", kind, count)
+        rank = held(process, tmp_path)
         process.kill()
         process.communicate()
+        within(30, lambda rank=rank: not is_alive(rank), "the end of the trial's process")
+        hold.unlink()
+    hold.touch()
     process = start(killed)
-    record = killed / "trial-0002"
-    assert wait_for(process, record, "checkpoint", 2)
-    first = json.loads((record / "history.jsonl").read_text().splitlines()[0])
-    os.kill(first["pid"], signal.SIGKILL)
-    assert wait_for(process, killed / "trial-0003", "checkpoint", 2)
+    held(process, tmp_path).kill()
+    held(process, tmp_path)
     process.terminate()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 75, out + err
-    assert "trial 2: killed" in out
+    assert "trial 1: killed" in out
     assert "the same command again continues" in out
+    hold.unlink()
     process = start(killed)
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, out + err
     assert facts(killed) == facts(undisturbed)
-    resumed = RunRecord(killed / "trial-0002").starts
-    assert resumed[-1]["step"] > 0  # from its checkpoint
+    starts = [[r["step"] for r in RunRecord(killed / f"trial-000{k}").starts] for k in (0, 1)]
+    assert starts == [[0, 0], [0, 6, 6, 7]]  # from checkpoints
 
 
 @pytest.mark.skipif(why_no_browser() is not None, reason=str(why_no_browser()))

@@ -96,13 +96,14 @@ def _drawing(layer: Any) -> list[str]:
     """What is said of a model with one layer."""
     import keras
 
+    from ktrainer.verify.first_update_check import UpdateFacts
     from ktrainer.verify.known_differences import known_differences
     from ktrainer.verify.update_split import Split
 
     inputs = keras.Input((4, 4, 3))
     feed = SimpleNamespace(num_batches=1)
     model = keras.Model(inputs, layer(inputs))
-    return list(known_differences(model, feed, Split(replicas=2), ()))  # type: ignore[arg-type]
+    return list(known_differences(model, feed, Split(replicas=2), UpdateFacts()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["weight", "array", "float32", "half", "text"])
@@ -235,6 +236,7 @@ def test_a_small_gradient_is_not_rounding() -> None:
 def test_nothing_synchronizes_the_microbatches_of_a_stage(microbatches: int) -> None:
     import keras
 
+    from ktrainer.verify.first_update_check import UpdateFacts
     from ktrainer.verify.known_differences import known_differences
     from ktrainer.verify.update_split import Split
 
@@ -242,8 +244,64 @@ def test_nothing_synchronizes_the_microbatches_of_a_stage(microbatches: int) -> 
     model = keras.Sequential([keras.Input((4,)), layer])
     feed: Any = SimpleNamespace(num_batches=3)
     split = Split(replicas=3 - microbatches, microbatches=microbatches)
-    said = list(known_differences(model, feed, split, []))
+    said = list(known_differences(model, feed, split, UpdateFacts()))
     assert ["together (BatchNormalization)" in line for line in said] == [True] * (microbatches - 1)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_biases_that_a_normalization_subtracts_again(optimizer: str) -> None:
+    import keras
+    from keras import layers
+
+    from ktrainer.verify.first_update_check import UpdateFacts
+    from ktrainer.verify.known_differences import known_differences
+    from ktrainer.verify.update_split import Split
+
+    model = keras.Sequential([keras.Input((4, 4, 1))], name="sequential")
+    for name in ("before", "none", "curved", "last"):
+        activation = "relu" if name == "curved" else None
+        model.add(layers.Conv2D(2, 1, name=name, use_bias=name != "none", activation=activation))
+        if name != "last":
+            model.add(layers.BatchNormalization(synchronized=True))
+    model.compile(optimizer, "mse")
+    feed: Any = SimpleNamespace(num_batches=3)
+    said = list(known_differences(model, feed, Split(replicas=2), UpdateFacts()))
+    assert said == (
+        [ROUNDING.replace("attends/key", "sequential/before")] if optimizer == "adam" else []
+    )
+
+
+def counting(microbatches: int) -> list[str]:
+    """What is said of a layer that counts its calls."""
+    import keras
+
+    class Counts(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.calls = self.add_weight(initializer="zeros", trainable=False, name="calls")
+            self.noise = keras.random.SeedGenerator(0)
+
+        def call(self, x: Any) -> Any:
+            self.calls.assign_add(1.0)
+            return x + 0 * keras.random.normal(keras.ops.shape(x), seed=self.noise)
+
+    stages = {"name": "pipeline", "partitions": 1, "microbatches": microbatches}
+    with Trainer({"logging": {"progress": "none", "csv": False}, "backend": stages}) as trainer:
+        parts = [keras.layers.Flatten(), Counts(name="counts"), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((4, 6)), *parts], name="sequential")
+        model.compile("sgd", "mse")
+        trainer.fit(model, _data("known"), epochs=1)
+        assert float(model.layers[1].calls.value) == 2 * microbatches
+        return [line for line in trainer.state.differences if "assigned" in line]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_layers_assign_in_each_microbatch(
+    ranks: Callable[..., Any], microbatches: int
+) -> None:
+    calls = "sequential/counts/calls"
+    line = f"unlike one process: what a layer assigns to {calls} is assigned in each microbatch"
+    expected = [line] if microbatches > 1 else []
+    assert ranks(1).run(counting, microbatches, deadline=120) == [expected]
 
 
 def test_silence_of_the_progress_bar_is_not_that_of_differences(capsys: Any) -> None:
