@@ -157,7 +157,7 @@ keras.src.ops.operation
         pipeline: replaced; records operations that are created
     Operation()._inbound_nodes, _outbound_nodes
         pipeline: changed; nodes of the trace are forgotten
-    Operation()._inbound_nodes
+    Operation()._inbound_nodes, _outbound_nodes
         verify: which layer comes before a batch normalization
 keras.src.utils.traceback_utils
     inject_argument_info_in_traceback()._keras_call_info_injected

@@ -52,8 +52,6 @@ class GradientPass:
         squared_slices: how many rows of each variable were looked up, by path, where the optimizer
             squares the gradient of each lookup by itself, as all but SGD do.
         uneven: whether a loss had another number of values than the examples ask for.
-        assigned: paths of variables that layers assigned, but for those of batch normalization,
-            which is frozen, and of seed generators.
     """
 
     gradients: list[list[tf.Tensor | None]] = field(default_factory=list)
@@ -64,7 +62,6 @@ class GradientPass:
     scaled: set[str] = field(default_factory=set)
     squared_slices: Counter[str] = field(default_factory=Counter)
     uneven: bool = False
-    assigned: list[str] = field(default_factory=list)
 
 
 class GradientPasses:
@@ -106,16 +103,28 @@ class GradientPasses:
 
     def outputs(self, batch: Any) -> list[np.ndarray]:
         """The model's outputs for a batch, flat and as float64, as in inference."""
+        context = StepContext(_float(1.0), cast(Any, _NoRanks()), uniform=self.uniform)
+        found = keras.tree.flatten(self._called(batch, context, training=False))
+        return [tf.cast(each, tf.float64).numpy() for each in found]
+
+    def assigned(self, batch: Any) -> list[str]:
+        """Paths of the variables that the model's call in training assigns, but for those of batch
+        normalization, which is frozen, and of seed generators."""
+        context, model = StepContext(_float(1.0), uniform=self.uniform), self.model
+        self._called(batch, context, training=True)
+        seeds = {id(g.state) for layer in model._flatten_layers() for g in layer._seed_generators}
+        found = context.assigned.keys() - seeds
+        return [v.path for v in model.non_trainable_variables if id(v) in found]
+
+    def _called(self, batch: Any, context: StepContext, training: bool) -> Any:
         self._draws.restart()
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        context = StepContext(_float(1.0), cast(Any, _NoRanks()), uniform=self.uniform)
         with (
             Untouched(self.model),
             keras_patches(context, optimizers_of(self.model)),
             _until(self._until),
         ):
-            found = keras.tree.flatten(self.model(inputs, training=False))
-            return [tf.cast(each, tf.float64).numpy() for each in found]
+            return self.model(inputs, training=training)
 
     def _part(
         self, batch: Any, weight: float, denominators: list[tf.Tensor] | None
@@ -156,14 +165,7 @@ class GradientPasses:
             done.gradients.append([None if g is None else densified(g) for g in gradients])
             done.variables.append(list(variables))
         done.changed, done.uneven = untouched.changed, context.uneven
-        done.assigned = _statistics_of(self.model, context)
         return done
-
-
-def _statistics_of(model: keras.Model, context: StepContext) -> list[str]:
-    seeds = {id(g.state) for layer in model._flatten_layers() for g in layer._seed_generators}
-    assigned = context.assigned.keys() - seeds
-    return [v.path for v in model.non_trainable_variables if id(v) in assigned]
 
 
 def combined(parts: Iterable[GradientPass], weights: Sequence[float]) -> GradientPass:

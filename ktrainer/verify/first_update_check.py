@@ -56,7 +56,7 @@ _checked: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class UpdateFacts:
-    """What the check found of variables, by their paths.
+    """Findings of the check, by paths of variables.
 
     Attributes:
         rounding_only: those whose gradients are no more than rounding errors, which their
@@ -100,7 +100,8 @@ def check_first_update(
             problem, facts = _check(model, batch, feeds[0], plan, split, exact)
             if own and problem is None and split.replicas > 1:
                 split_loss = replace(split, microbatches=1)
-                problem, facts = _check(model, batch, feeds[0], plan, split_loss, False)
+                problem, more = _check(model, batch, feeds[0], plan, split_loss, False)
+                facts = replace(more, assigned=facts.assigned)
     except Exception as error:
         _say_skipped(error, config)
         return UpdateFacts()
@@ -167,7 +168,6 @@ def _check(
     """A loss that will not train as in one process, and what else was found. Of an `exact` loss
     only the model's call is checked."""
     _refuse(model, plan)
-    nothing = UpdateFacts()
     batch, rows = _few_rows(batch)
     parts = min(into.parts, _PARTS, rows)
     if parts < 2:
@@ -175,11 +175,10 @@ def _check(
     draws = RandomDraws()
     with eager_passes(draws):
         passes = GradientPasses(model, feed.uniform, draws, SECONDS)
+        facts = UpdateFacts(assigned=passes.assigned(batch) if into.microbatches > 1 else ())
         if exact:
             coupled = call_couples_examples(passes, batch, rows, parts)
-            return (
-                f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None
-            ), nothing
+            return (f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None), facts
         with recorded_updates(model) as updates:
             whole = passes.whole(batch)
         split = _in_parts(passes, batch, rows, parts)
@@ -190,12 +189,12 @@ def _check(
         else:
             _refuse_what_does_not_repeat(passes, whole, batch, model, parts, rows)
             if not _differs_in_fewer_rows(passes, batch, model, parts, rows):
-                return None, nothing
+                return None, facts
             if found.factor is None and call_couples_examples(passes, batch, rows, parts):
-                return f"{explain_coupled_call(str(into))} {_FULL_CHECK}", nothing
+                return f"{explain_coupled_call(str(into))} {_FULL_CHECK}", facts
     if found is not None:
-        return explain(found, str(into), _FULL_CHECK), nothing
-    facts = UpdateFacts(rounding_only(whole, split, model), whole.assigned)
+        return explain(found, str(into), _FULL_CHECK), facts
+    facts = replace(facts, rounding_only=rounding_only(whole, split, model))
     if (path := _concatenated(model, feed.spec, lookups, into)) is not None:
         return explain_lookup(path, str(into)), facts
     return (metric.explain(str(into)) if metric else None), facts

@@ -90,12 +90,20 @@ def _biases_before_normalization(model: keras.Model) -> Iterator[str]:
     if optimizer is None or is_linear(optimizer):
         return
     for layer in model._flatten_layers():
-        if not (_normalises(layer) and layer.synchronized and layer.axis == -1):
+        bias = getattr(layer, "bias", None)
+        linear = getattr(layer, "activation", None) is keras.activations.linear
+        penalties = getattr(layer, "bias_regularizer", None), layer.activity_regularizer
+        if bias is None or not linear or not bias.trainable or any(penalties):
             continue
-        for before in {p.operation for node in layer._inbound_nodes for p in node.parent_nodes}:
-            is_linear_layer = getattr(before, "activation", None) is keras.activations.linear
-            if getattr(before, "use_bias", False) and before.trainable and is_linear_layer:
-                yield before.bias.path
+        made = [t for node in layer._inbound_nodes for t in node.outputs]
+        is_output = any(t is out for t in made for out in getattr(model, "outputs", None) or ())
+        readers = [node.operation for node in layer._outbound_nodes]
+        if readers and not is_output and all(map(_subtracts_mean, readers)):
+            yield bias.path
+
+
+def _subtracts_mean(layer: Any) -> bool:
+    return _normalises(layer) and layer.synchronized and layer.axis == -1
 
 
 def _draws(layer: Any) -> bool:

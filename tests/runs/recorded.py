@@ -84,6 +84,8 @@ class KillsLastRank(Acts):
 
 
 if __name__ == "__main__":
+    until = time.monotonic() + 150
     while restart_records.count() and Path(f"{sys.argv[1]}.hold").exists():
+        assert time.monotonic() < until
         time.sleep(0.02)
     train(Path(sys.argv[1]), *sys.argv[3:], callbacks=[KillsLastRank(int(sys.argv[2]), kill)])

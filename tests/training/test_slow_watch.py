@@ -51,6 +51,18 @@ class Times(Callback):
         self.slow.append((slow.step, slow.rank, slow.cause, slow.message))
 
 
+class Waits(Callback):
+    """Notes how long this process's threads have waited for a processor once all is compiled."""
+
+    def on_step_begin(self, step: int) -> None:
+        if step == PLANTED // 2:
+            self.begin = processor_time()
+
+    @property
+    def seconds(self) -> float:
+        return processor_share(self.begin)[1]
+
+
 class Sleep(Callback):
     """Sleeps at the end of steps, from a step on."""
 
@@ -98,8 +110,10 @@ def until_taken(world: Any) -> Iterator[list[float]]:
         return allgather(value, what)
 
     world.allgather = noted
-    yield found
-    del world.allgather
+    try:
+        yield found
+    finally:
+        del world.allgather
 
 
 def wall_and_rows(strategy: str, folder: str) -> tuple[float, Any, float, float]:
@@ -413,8 +427,8 @@ def planted(
     or memory, as on a machine that runs other tests too; what it slept each time; and the seconds
     that its threads waited for a processor."""
     times, words = Times(), {"data__batch_size": 8, "logging__slow": share}
-    sleep, processors = Sleep(slow_rank), processor_time()
-    callbacks = [times, sleep] if cause == "callback" else [times]
+    sleep, waits = Sleep(slow_rank), Waits()
+    callbacks = [times, waits, sleep] if cause == "callback" else [times, waits]
     with trainer("data_parallel", callbacks=callbacks, **words) as it:
         mine = it.world.rank == slow_rank and cause == "data"
         batches: Any = tf.data.Dataset.from_tensor_slices(data(80)).batch(8)
@@ -422,7 +436,7 @@ def planted(
             batches = batches.enumerate().map(slow_map)
         it.fit(build(), batches)
         found = [slow for slow in times.slow if slow[2] not in ("cpu", "memory")]
-        return found, sleep.each, processor_share(processors)[1]
+        return found, sleep.each, waits.seconds
 
 
 def check_planted(
@@ -436,7 +450,7 @@ def check_planted(
             for named, _, _ in found:
                 check(named, found[1][1])
         except AssertionError:
-            if max(waited for *_, waited in found) < 0.3:
+            if "null" in words or max(waited for *_, waited in found) < 0.3:
                 raise
         else:
             return

@@ -248,31 +248,62 @@ def test_nothing_synchronizes_the_microbatches_of_a_stage(microbatches: int) -> 
     assert ["together (BatchNormalization)" in line for line in said] == [True] * (microbatches - 1)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-def test_biases_that_a_normalization_subtracts_again(optimizer: str) -> None:
+def _normalized(build: Callable[[Any, Any], Any], optimizer: str = "adam") -> list[str]:
+    """What is said of `build(inputs, normalize)`, the normalization being a synchronized one."""
     import keras
-    from keras import layers
 
     from ktrainer.verify.first_update_check import UpdateFacts
     from ktrainer.verify.known_differences import known_differences
     from ktrainer.verify.update_split import Split
 
-    model = keras.Sequential([keras.Input((4, 4, 1))], name="sequential")
-    for name in ("before", "none", "curved", "last"):
-        activation = "relu" if name == "curved" else None
-        model.add(layers.Conv2D(2, 1, name=name, use_bias=name != "none", activation=activation))
-        if name != "last":
-            model.add(layers.BatchNormalization(synchronized=True))
+    def normalize(x: Any) -> Any:
+        return keras.layers.BatchNormalization(synchronized=True)(x)
+
+    inputs = keras.Input((4, 2))
+    model = keras.Model(inputs, build(inputs, normalize))
     model.compile(optimizer, "mse")
     feed: Any = SimpleNamespace(num_batches=3)
-    said = list(known_differences(model, feed, Split(replicas=2), UpdateFacts()))
-    assert said == (
-        [ROUNDING.replace("attends/key", "sequential/before")] if optimizer == "adam" else []
-    )
+    return list(known_differences(model, feed, Split(replicas=2), UpdateFacts()))
 
 
-def counting(microbatches: int) -> list[str]:
-    """What is said of a layer that counts its calls."""
+def test_biases_that_a_normalization_subtracts_again() -> None:
+    from keras import layers
+
+    def before(**words: Any) -> Any:
+        return layers.Dense(2, name="before", **words)
+
+    def twice(x: Any, normalize: Any) -> Any:
+        made = before()(x)
+        return layers.add([normalize(made), normalize(made)])
+
+    line = [ROUNDING.replace("attends/key", "before")]
+    assert _normalized(lambda x, normalize: normalize(before()(x))) == line
+    assert _normalized(twice) == line
+    assert _normalized(lambda x, normalize: normalize(before()(x)), "sgd") == []
+    for words in ({"use_bias": False}, {"activation": "relu"}, {"bias_regularizer": "l2"}):
+        assert _normalized(lambda x, normalize: normalize(before(**words)(x))) == [], words  # noqa: B023
+    assert _normalized(lambda x, normalize: before()(normalize(x))) == []
+    recurrent = {"activation": None, "return_sequences": True}
+    assert _normalized(lambda x, normalize: normalize(layers.LSTM(2, **recurrent)(x))) == []
+
+
+def test_a_bias_that_something_else_reads_is_not_named() -> None:
+    from keras import layers
+
+    def skipping(x: Any, normalize: Any) -> Any:
+        made = layers.Dense(2, name="before")(x)
+        return layers.add([normalize(made), made])
+
+    def with_output(x: Any, normalize: Any) -> Any:
+        made = layers.Dense(2, name="before")(x)
+        return [normalize(made), made]
+
+    assert _normalized(skipping) == _normalized(with_output) == []
+
+
+def counting(microbatches: int, own: bool) -> list[str]:
+    """What is said of a layer that counts its calls, also where a step of the model's own counts
+    its steps."""
     import keras
 
     class Counts(keras.layers.Layer):
@@ -284,24 +315,31 @@ def counting(microbatches: int) -> list[str]:
             self.calls.assign_add(1.0)
             return x + 0 * keras.random.normal(keras.ops.shape(x), seed=self.noise)
 
+    class CountsSteps(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            self.steps.assign_add(1.0)
+            return super().train_step(data)
+
     stages = {"name": "pipeline", "partitions": 1, "microbatches": microbatches}
     with Trainer({"logging": {"progress": "none", "csv": False}, "backend": stages}) as trainer:
-        parts = [keras.layers.Flatten(), Counts(name="counts"), keras.layers.Dense(1)]
-        model = keras.Sequential([keras.Input((4, 6)), *parts], name="sequential")
+        inputs = keras.Input((4, 6))
+        x = Counts(name="counts")(keras.layers.Flatten()(inputs))
+        model = (CountsSteps if own else keras.Model)(inputs, keras.layers.Dense(1)(x))
+        model.steps = keras.Variable(0.0, trainable=False)
         model.compile("sgd", "mse")
         trainer.fit(model, _data("known"), epochs=1)
-        assert float(model.layers[1].calls.value) == 2 * microbatches
+        assert float(model.get_layer("counts").calls.value) == 2 * microbatches
+        assert float(model.steps.value) == 2 * own
         return [line for line in trainer.state.differences if "assigned" in line]
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(("microbatches", "own"), [(1, False), (2, False), (2, True)])
 def test_what_layers_assign_in_each_microbatch(
-    ranks: Callable[..., Any], microbatches: int
+    ranks: Callable[..., Any], microbatches: int, own: bool
 ) -> None:
-    calls = "sequential/counts/calls"
-    line = f"unlike one process: what a layer assigns to {calls} is assigned in each microbatch"
+    line = "unlike one process: what a layer assigns to counts/calls is assigned in each microbatch"
     expected = [line] if microbatches > 1 else []
-    assert ranks(1).run(counting, microbatches, deadline=120) == [expected]
+    assert ranks(1).run(counting, microbatches, own, deadline=120) == [expected]
 
 
 def test_silence_of_the_progress_bar_is_not_that_of_differences(capsys: Any) -> None:

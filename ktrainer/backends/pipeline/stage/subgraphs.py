@@ -72,7 +72,8 @@ class TracedGraph:
         Args:
             done: ops that have run before, so that nothing has to wait for them.
         """
-        stop = {t.name for t in given}
+        given = list(given)
+        stop, over = {t.name for t in given}, {*done, *(t.op.name for t in given)}
         needed: set[str] = set()
         waiting = [t.op for t in tensors if t.name not in stop]
         while waiting:
@@ -80,7 +81,7 @@ class TracedGraph:
             if op.name not in needed:
                 needed.add(op.name)
                 waiting += [x.op for x in op.inputs if x.name not in stop]
-                waiting += [before for before in op.control_inputs if before.name not in done]
+                waiting += [before for before in op.control_inputs if before.name not in over]
         return needed
 
     def crossing(
