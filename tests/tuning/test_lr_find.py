@@ -15,7 +15,7 @@ import pytest
 from ktrainer import Trainer
 from ktrainer.cli import main
 from ktrainer.tuning.range_test_mode import VARIABLE, RangeTest, RangeTestDone
-from tests.processes import Done, ktrainer
+from tests.processes import Done, ktrainer, python
 
 UPDATES, ROWS = 30, 16
 RANDOM = np.random.default_rng(0)
@@ -203,6 +203,12 @@ def test_usage(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
             main.main(["lr-find", *words, str(script)])
         assert "above 0" in capfd.readouterr().err
-    assert main.main(["lr-find", str(script)]) == 2
-    assert "ended without calling fit" in capfd.readouterr().err
-    assert VARIABLE not in os.environ
+    # In a process of its own: a launch ends all others below it, as the tests' groups of ranks.
+    code = (
+        "import os, sys; from ktrainer.cli import main\n"
+        "code = main.main(['lr-find', sys.argv[1]])\n"
+        f"assert {VARIABLE!r} not in os.environ; sys.exit(code)"
+    )
+    done = python("-c", code, script, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "ended without calling fit" in done.stderr
