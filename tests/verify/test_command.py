@@ -14,7 +14,7 @@ from ktrainer.cli.launch_config import checked_config
 from ktrainer.cli.verify_command import add_arguments
 from ktrainer.config import LocalConfig
 from ktrainer.verify.verify_mode import VARIABLE, VerifyRun
-from tests.processes import ktrainer
+from tests.processes import ktrainer, python
 
 SCRIPT = """
 import sys
@@ -90,11 +90,16 @@ def test_usage(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert "no equivalent in one process" in capfd.readouterr().err
     assert main.main(["verify", "missing.py"]) == 2
     (tmp_path / "empty.py").write_text("print('hello')\n")
-    assert main.main(["verify", str(tmp_path / "empty.py")]) == 2
-    said = capfd.readouterr().err
-    assert "nothing to verify" in said
-    assert "train_on_batch is not recorded" in said
-    assert VARIABLE not in os.environ
+    # In a process of its own: a launch ends all others below it, as the tests' groups of ranks.
+    code = (
+        "import os, sys; from ktrainer.cli import main\n"
+        "code = main.main(['verify', sys.argv[1]])\n"
+        f"assert {VARIABLE!r} not in os.environ; sys.exit(code)"
+    )
+    done = python("-c", code, tmp_path / "empty.py", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "nothing to verify" in done.stderr
+    assert "train_on_batch is not recorded" in done.stderr
 
 
 def test_runs_without_an_update_are_refused(
