@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import python
+from tests.processes import ktrainer
 
 SCRIPT = Path(__file__).with_name("memory_script.py")
 
@@ -19,10 +19,7 @@ def test_a_process_takes_its_share_of_a_model_of_200_mb(tmp_path: Path) -> None:
     the process had taken after training tiny layers. Each process holds half of the model, of which
     there are two copies, which sum their gradients where they are."""
     processes, layers, width = 4, 12, 2048
-    # The allocator raises this threshold as it likes, and then keeps what was freed.
-    environment = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    words = ["-m", "ktrainer.cli.main", "launch", "-n", processes, SCRIPT, layers, width]
-    done = python(*words, cwd=tmp_path, **environment)
+    done = ktrainer("launch", "-n", processes, SCRIPT, layers, width, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(processes):
         facts = json.loads((tmp_path / f"memory-{rank}.json").read_text())
