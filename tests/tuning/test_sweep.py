@@ -30,7 +30,7 @@ from ktrainer.runtime.history_file import NAME, append
 from ktrainer.tuning.search_space import read_space
 from ktrainer.tuning.sweep_study import SECRET, SweepStudy, storage_in
 from ktrainer.tuning.sweep_trial import PRUNED
-from tests.processes import Done, ktrainer, python, warm_python
+from tests.processes import Done, ktrainer, warm_python
 from tests.runs.browser import browser, why_no_browser
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed database")  # SQLAlchemy's, at the end
@@ -62,8 +62,9 @@ class Acts(Callback):
         killed = Path(trainer.run_dir) / "killed"
         if user.kills and self.train_state.stop_reason and not killed.exists():
             killed.touch()
-            sweep = next(p for p in psutil.Process().parents() if "sweep" in p.cmdline())
-            sweep.kill()
+            words = {"sweep", str(Path(trainer.run_dir).parent)}
+            of = {p: p.info["cmdline"] or [] for p in psutil.process_iter(["cmdline"])}
+            next(p for p, line in of.items() if words <= {*line}).kill()
             time.sleep(60)
         note = Path(trainer.run_dir) / f"rank-{self.world.rank}.txt"
         note.write_text(f"{self.progress.step}")
@@ -370,9 +371,7 @@ def test_a_sweep_that_is_killed_when_it_has_pruned(script: Path, tmp_path: Path)
     words = ("--sampler", "grid", "--pruner", "halving", "train.py", "user.kills=true",
              "user.lr=0.0001,0.05,0.0002", "checkpoint.every=1ep",
              "checkpoint.asynchronous=false")  # fmt: skip
-    # By the trial's own process, which must be the sweep's child for that.
-    command = ("-m", "ktrainer.cli.main", "sweep", "--dir", tmp_path / "sweep", *words)
-    assert python(*command, cwd=tmp_path, OMP_NUM_THREADS="1").returncode == -signal.SIGKILL
+    assert sweep(tmp_path, *words).returncode == -signal.SIGKILL  # by the trial
     done = sweep(tmp_path, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     found = trials(tmp_path / "sweep")
