@@ -214,7 +214,7 @@ def test_config_mistake_is_found_before_a_process_starts(
     # A script with a Trainer may choose the backend in its code, and then checks this itself.
     path = script("from ktrainer import Trainer")
     words = ("backend.microbatches=4", "backend.stages.0=embed")
-    assert launch("-n", 2, path, *words).returncode == 0
+    assert launch("-n", 2, path, *words, warm=True).returncode == 0
 
 
 def test_absent_script_is_named(launch: Launch) -> None:

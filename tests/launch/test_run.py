@@ -12,6 +12,7 @@ import pytest
 
 from tests.dist.harness.group import ROOT
 from tests.launch.conftest import SECONDS
+from tests.processes import ktrainer
 
 Script = Callable[[str], Path]
 RANK = "import os, sys\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
@@ -53,11 +54,12 @@ def test_words_of_ktrainer_and_of_the_script(script: Script) -> None:
 
 def test_words_that_the_scripts_trainer_does_not_have_are_refused(script: Script) -> None:
     text = "from ktrainer import Trainer\nTrainer({'data': {'batch_size': 8}})\n"
-    done = run(script(text + "raise SystemExit"), "data.batch_size=8", "trainer.epochs=30")
+    words = ("data.batch_size=8", "trainer.epochs=30")
+    done = ktrainer("run", script(text + "raise SystemExit"), *words)
     assert done.returncode == 1
     assert "trainer.epochs has no effect: the script makes its Trainer without" in done.stderr
     text += "print(Trainer.from_cli().config.trainer.epochs)"
-    done = run(script(text), "trainer.epochs=30")
+    done = ktrainer("run", script(text), "trainer.epochs=30")
     assert (done.returncode, done.stdout) == (0, "30\n"), done.stderr
 
 
