@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests import processes
 from tests.dist.small import more
 from tests.processes import Done, ktrainer, python
 
@@ -50,7 +51,7 @@ def result(done: Done) -> dict[str, Any]:
 def plain(script: str) -> dict[str, Any]:
     """The result of `python script`."""
     with tempfile.TemporaryDirectory() as folder:
-        return result(start(Path(folder), SCRIPTS / script))
+        return result(processes.script(SCRIPTS / script, cwd=Path(folder)))
 
 
 def assert_same(record: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -402,7 +403,7 @@ def test_what_callbacks_write_is_of_all_ranks_and_written_once(tmp_path: Path) -
     it."""
     (one := tmp_path / "one").mkdir()
     (tmp_path / "writers.py").write_text(WRITERS)
-    expected = result(start(one, tmp_path / "writers.py"))
+    expected = result(processes.script(tmp_path / "writers.py", cwd=one))
     assert len(expected["TensorBoard/train"]) == 1 + 4 + 2  # files, batches and epochs
     done = run(tmp_path, "-n", 2, "writers.py", *TWO)
     record = result(done)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import script
 from tests.script.test_run import STAGES, TWO, assert_same, result, run, start
 
 FOLDERS = """
@@ -127,7 +128,7 @@ def test_each_rank_finds_what_it_saved_in_a_temporary_folder(
     words: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "temporary.py").write_text(TEMPORARY)
-    expected = result(start(tmp_path, "temporary.py"))
+    expected = result(script("temporary.py", cwd=tmp_path))
     assert_same(result(run(tmp_path, "-n", 2, "temporary.py", *words)), expected)
 
 
@@ -158,7 +159,7 @@ print("RESULT", json.dumps({"first": first, "evaluated": evaluated, "again": aga
 @pytest.mark.exhaustive
 def test_weights_are_loaded_into_a_model_in_stages(tmp_path: Path) -> None:
     (tmp_path / "normalized.py").write_text(NORMALIZED)
-    expected = result(start(tmp_path, "normalized.py"))
+    expected = result(script("normalized.py", cwd=tmp_path))
     assert_same(result(run(tmp_path, "-n", 2, "normalized.py", *STAGES)), expected)
 
 
