@@ -55,12 +55,12 @@ def warm_python(**env: str) -> str:
 
     It is the usual one, which imports, where `env` has other values of what imports read.
     """
-    return _warm_python().executable({**os.environ, **env})
+    return _warm_python().executable(_read_by_imports(env))
 
 
 def warm_python_on(made: Hosts, **env: str) -> str:
     """`warm_python` for commands on these hosts, until they are killed."""
-    return _warm_python().executable_on(made, {**os.environ, **env})
+    return _warm_python().executable_on(made, _read_by_imports(env))
 
 
 def end_warm_python() -> None:
@@ -68,6 +68,11 @@ def end_warm_python() -> None:
     if _warm_python.cache_info().currsize:
         _warm_python().close()
         _warm_python.cache_clear()
+
+
+def _read_by_imports(env: dict[str, str]) -> dict[str, str]:
+    """The environment without what only the start of a cluster reads."""
+    return {**os.environ, **{name: env[name] for name in env if name != "TF_CONFIG"}}
 
 
 @functools.cache
