@@ -54,6 +54,11 @@ def model() -> keras.Model:
     return it
 
 
+def plain() -> keras.Model:
+    """A small model, compiled: for many steps that takes less time than running eagerly."""
+    return small.build(eager=False)
+
+
 def data() -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     return random.normal(size=(ROWS, 6)).astype("float32"), random.integers(0, 3, ROWS)
@@ -125,7 +130,7 @@ def test_a_resumed_csv_log_is_that_of_one_run(tmp_path: Path, append: bool, kind
         log = kind(tmp_path / name, append=append)
         words = settings(tmp_path / f"run of {name}", trainer__epochs=5, checkpoint__every="3ba")
         with pytest.raises(InterruptedError) if others else nullcontext():
-            train(words, lambda: [log, *others], small.build)
+            train(words, lambda: [log, *others], plain)
         log.csv_file.close()  # which Keras leaves open where the run fails
         assert log.append is append
         return (tmp_path / name).read_bytes()
@@ -150,7 +155,7 @@ def test_two_fits_resume_with_one_csv_log(tmp_path: Path, append: bool, every: s
         words = settings(tmp_path / name, checkpoint__every=every)
         fails = pytest.raises(InterruptedError) if others else nullcontext()
         with fails, Trainer(overrides=words) as trainer:
-            it = small.build()
+            it = plain()
             for more in ([], others):
                 trainer.fit(it, data(), callbacks=[log, *more])
         log.csv_file.close()
@@ -166,7 +171,7 @@ def test_a_csv_log_that_is_a_pipe_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     log = keras.callbacks.CSVLogger(tmp_path / "pipe")
-    train(settings(tmp_path / "run"), lambda: [log], small.build)
+    train(settings(tmp_path / "run"), lambda: [log], plain)
     assert len(os.read(reader, 10000).splitlines()) == 4
     os.close(reader)
 
@@ -196,7 +201,7 @@ def test_a_signal_keeps_the_backup_of_keras_and_other_ends_remove_it(tmp_path: P
     def run(*others: Any, **more: Any) -> int:
         words = settings(tmp_path, checkpoint__every="null", trainer__accumulate=1, **more)
         backups.append(keras.callbacks.BackupAndRestore(folder))
-        history, _, _ = train(words, lambda: [backups[-1], *others], small.build)
+        history, _, _ = train(words, lambda: [backups[-1], *others], plain)
         return len(history["loss"])
 
     with pytest.raises(SystemExit):
@@ -215,7 +220,7 @@ def test_a_backup_of_keras_that_is_newer_than_the_checkpoint_skips_nothing(tmp_p
     def run(name: str, *others: Any) -> Any:
         backup = keras.callbacks.BackupAndRestore(tmp_path / name / "backup")
         more = {"checkpoint__every": "2ep", "trainer__epochs": 5, "trainer__accumulate": 1}
-        return train(settings(tmp_path / name, **more), lambda: [backup, *others], small.build)
+        return train(settings(tmp_path / name, **more), lambda: [backup, *others], plain)
 
     whole = run("whole")
     with pytest.raises(InterruptedError):
