@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,9 @@ TRAINS = """
 import json, os, pathlib, time
 import keras, numpy as np
 from ktrainer import Callback, Trainer
+
+with open("/proc/self/comm", "w") as name:
+    name.write("a rank")
 
 def planted(number):
     return pathlib.Path(__file__).with_name(f"PLANTED-{number}").exists()
@@ -110,13 +112,9 @@ def start(
     folder: Path,
     *options: object,
     slots: Sequence[int] = (),
-    warm: bool = False,
     text: str = TRAINS,
 ) -> subprocess.Popen[str]:
-    """A launch over all hosts from the first one, once it is in the step to be interrupted.
-
-    Its ranks need not import TensorFlow, unless they are to be found among a host's processes.
-    """
+    """A launch over all hosts from the first one, once it is in the step to be interrupted."""
     script = folder / "script.py"
     script.write_text(text)
     each = zip(made.names, slots or [1] * len(made.names), strict=True)
@@ -125,7 +123,7 @@ def start(
     named = [str(option) for option in options if "=" not in str(option)]
     words = ("--hosts", hosts, "--rsh", made.network_agent, *named, script)
     more = (*WORDS, *MORE, f"run.dir={folder / 'lost'}", *keys)
-    python = warm_python_on(made, **ENV) if warm else sys.executable
+    python = warm_python_on(made, **ENV)
     launcher = made.start(0, python, *LAUNCH, *words, *more, env=ENV, cwd=folder)
     wait_for(launcher, "now 1")
     return launcher
@@ -152,7 +150,7 @@ def lose(
     made: Hosts, folder: Path, *options: object, slots: int = 1, how: Lose = Hosts.kill
 ) -> Lost:
     """Lose the second of two hosts in mid-step: how the launch on the other ends, what it says."""
-    launcher = start(made, folder, *options, slots=(slots, slots), warm=True)
+    launcher = start(made, folder, *options, slots=(slots, slots))
     how(made, 1)
     (folder / PLANTED[0]).touch()
     return end_of(launcher)
@@ -166,11 +164,20 @@ def end_of(launcher: subprocess.Popen[str]) -> Lost:
 
 
 def ranks_on(made: Hosts, host: int) -> list[int]:
-    """Process ids of the ranks on a host."""
+    """Process ids of the ranks on a host, or of the stubs of those that are forks."""
+    return _processes(made, host, "cmdline", "ktrainer.launch.rank_process")
+
+
+def training_on(made: Hosts, host: int) -> list[int]:
+    """Process ids of the ranks on a host that have begun `TRAINS`."""
+    return _processes(made, host, "comm", "a rank\n")
+
+
+def _processes(made: Hosts, host: int, file: str, text: str) -> list[int]:
     found = []
     for pid in made.pids(host):
         with contextlib.suppress(OSError):
-            if "ktrainer.launch.rank_process" in Path(f"/proc/{pid}/cmdline").read_text():
+            if text in Path(f"/proc/{pid}/{file}").read_text():
                 found.append(pid)
     return found
 
@@ -203,7 +210,7 @@ def test_the_ranks_of_other_hosts_heal(
     ranks end and say why. Sums are hierarchical until then."""
     made = hosts(4)
     launcher = start(made, tmp_path, "--heal", slots=(1, 1, 1, 2))
-    (stopped,) = ranks_on(made, 1)
+    (stopped,) = training_on(made, 1)
     os.kill(stopped, signal.SIGSTOP)
     (tmp_path / PLANTED[0]).touch()
     wait_for(launcher, "now 2")
@@ -234,6 +241,7 @@ def test_the_ranks_of_other_hosts_heal(
     assert "has lost the launcher: nothing was heard from it for 6 s" in log.read_text()
     for host in (1, 3):  # the launcher has ended the stopped rank
         within(20, lambda host=host: not ranks_on(made, host), "the end of its ranks")
+        within(20, lambda host=host: not training_on(made, host), "the end of a fork that stopped")
 
 
 @pytest.mark.exhaustive
