@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.running import Outcome
 from tests.dist.harness import Pool, Ranks
 from tests.dist.harness.group import ROOT
 from tests.gpu.device import CPU, Device, chosen_device, log_without_gpu, why_no_gpu
 from tests.gpu.results import Results
-from tests.gpu.training import start
+from tests.gpu.training import start, zoo
 
 START_SECONDS = 300.0  # a driver may compile TensorFlow's kernels for the GPU first
 _results = pytest.StashKey[Results]()
+_truth: dict[str, Outcome] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -98,7 +100,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def device(pool: Pool, results: Results, request: pytest.FixtureRequest) -> Device:
     """The device that is tested, which TensorFlow has found."""
     device = chosen_device(_asked(request.config))
-    found = _started(pool.ranks(1, "device", env=device.environment))[0]
+    found = _started(_group(pool.ranks, 1, device))[0]
     results.describe({"device": device.kind, **found})
     if device.kind == "GPU" and not found["gpus"]:
         reason = f"no GPU: TensorFlow finds none. Its log:\n{log_without_gpu(device)}"
@@ -111,7 +113,7 @@ def on_device(ranks: Callable[..., Ranks], device: Device) -> Callable[[int], Ra
     """`on_device(2)` are two ranks that share the device."""
 
     def group(size: int = 1) -> Ranks:
-        found = ranks(size, "device", env=device.environment)
+        found = _group(ranks, size, device)
         if not found._tasks:  # also one that replaces a group that was lost
             _started(found)
         return found
@@ -126,9 +128,22 @@ def models(device: Device) -> Callable[..., tuple[str, ...]]:
 
 
 @pytest.fixture
-def on_cpu(ranks: Callable[..., Ranks]) -> Ranks:
+def on_cpu(ranks: Callable[..., Ranks], device: Device) -> Ranks:
     """One rank that sees no GPU."""
-    return ranks(1, "cpu", env=CPU.environment)
+    return ranks(1, "cpu", env=CPU.environment) if device.is_gpu else _group(ranks, 1, device)
+
+
+@pytest.fixture
+def truth(on_cpu: Ranks) -> Callable[..., dict[str, Outcome]]:
+    """`truth("mlp", "vae")` is what the CPU makes of these models of the zoo, each trained once."""
+
+    def trained(*names: str) -> dict[str, Outcome]:
+        missing = [name for name in names if name not in _truth]
+        if missing:
+            _truth.update(on_cpu.run(zoo, missing, deadline=240)[0])
+        return {name: _truth[name] for name in names}
+
+    return trained
 
 
 @pytest.fixture
@@ -140,6 +155,13 @@ def seen(request: pytest.FixtureRequest, results: Results) -> Callable[..., None
 def _asked(config: pytest.Config) -> str:
     # The option is unknown where pytest was not given this folder.
     return str(config.getoption("gpu_device", "auto"))
+
+
+def _group(ranks: Callable[..., Ranks], size: int, device: Device) -> Ranks:
+    """Ranks on the device; those of other tests where no GPU is hidden or chosen for them."""
+    if not device.environment:
+        return ranks(size)
+    return ranks(size, "device", env=device.environment)
 
 
 def _started(group: Ranks) -> list[dict[str, Any]]:

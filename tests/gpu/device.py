@@ -37,7 +37,9 @@ CPU = Device("CPU", {"CUDA_VISIBLE_DEVICES": _HIDDEN})
 def chosen_device(asked: str) -> Device:
     """The device for a value of `--gpu-device`."""
     if asked == "cpu":
-        return CPU
+        return (
+            CPU if _asked_gpus() else Device("CPU", {})
+        )  # ranks see no GPU unless one is asked for
     return Device("GPU", {"CUDA_VISIBLE_DEVICES": (_asked_gpus() or ["0"])[0]})
 
 

@@ -67,13 +67,16 @@ def test_a_run_resumes_inside_an_epoch_with_the_same_bits(
 
 
 def test_two_ranks_on_a_gpu_continue_as_one_on_the_cpu(
-    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None], tmp_path: Path
+    on_device: Callable[..., Ranks],
+    on_cpu: Ranks,
+    truth: Callable[..., dict[str, Outcome]],
+    seen: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     """The statistics of batches differ between ranks, so without them."""
     settings = {"run": {"dir": str(tmp_path)}, "checkpoint": {"every": "1ep", "resume": "auto"}}
-    (truth,) = on_cpu.run(zoo, ["mlp"], deadline=120)
     on_device(2).run(
         zoo, ["mlp"], backend={"name": "data_parallel"}, trainer={"epochs": 1}, **settings
     )
     (ours,) = on_cpu.run(zoo, ["mlp"], **settings)
-    seen(difference=same_numbers(ours, truth))
+    seen(difference=same_numbers(ours, truth("mlp")))

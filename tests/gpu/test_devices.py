@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -16,7 +17,7 @@ from tests.contracts.running import config
 from tests.dist.harness import Ranks
 from tests.gpu.device import Device
 from tests.gpu.training import parallel, used_share
-from tests.processes import python
+from tests.processes import script
 
 pytestmark = pytest.mark.gpu
 
@@ -80,8 +81,9 @@ def test_ranks_take_the_gpu_and_grow_its_memory(
         assert rank["used"] is None or rank["used"] < MUCH
 
 
-def test_a_trainer_after_tensorflow_says_what_to_do(device: Device) -> None:
-    done = python("-c", TOO_LATE, seconds=240, **device.environment)
+def test_a_trainer_after_tensorflow_says_what_to_do(device: Device, tmp_path: Path) -> None:
+    (tmp_path / "too_late.py").write_text(TOO_LATE)
+    done = script(tmp_path / "too_late.py", seconds=240, **device.environment)
     assert done.returncode == 0, done.stderr
     assert ("Make the Trainer first" if device.is_gpu else "made") in done.stdout
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.contracts.running import SEED, assert_same
+from tests.contracts.running import SEED, Outcome, assert_same
 from tests.dist.harness import Ranks
 from tests.gpu.compare import error_of_change, same_numbers
 from tests.gpu.training import beginning, equals_fit, updates, zoo
@@ -26,23 +26,25 @@ HALF = 4
 
 def test_float64_has_the_numbers_of_the_cpu(
     on_device: Callable[..., Ranks],
-    on_cpu: Ranks,
+    truth: Callable[..., dict[str, Outcome]],
     seen: Callable[..., None],
     models: Callable[..., tuple[str, ...]],
 ) -> None:
     names = models(*MODELS)
-    (truth,) = on_cpu.run(zoo, names, deadline=240)
+    expected = truth(*names)
     (ours,) = on_device().run(zoo, names, deadline=240)
-    seen(difference=same_numbers(ours, truth))
+    seen(difference=same_numbers(ours, expected))
 
 
 def test_random_numbers(
-    on_device: Callable[..., Ranks], on_cpu: Ranks, seen: Callable[..., None]
+    on_device: Callable[..., Ranks],
+    truth: Callable[..., dict[str, Outcome]],
+    seen: Callable[..., None],
 ) -> None:
     """Dropout draws the same masks: TensorFlow's stateless generators promise that."""
-    (truth,) = on_cpu.run(zoo, ["transformer"], deadline=120)
+    expected = truth("transformer")
     (ours,) = on_device().run(zoo, ["transformer"], deadline=120)
-    seen(difference=same_numbers(ours, truth))
+    seen(difference=same_numbers(ours, expected))
 
 
 @pytest.mark.parametrize("name", FLOAT32)
@@ -92,29 +94,29 @@ def test_mixed_precision_is_as_exact_as_on_the_cpu(
 
 def test_xla_has_the_numbers_of_the_cpu(
     on_device: Callable[..., Ranks],
-    on_cpu: Ranks,
+    truth: Callable[..., dict[str, Outcome]],
     seen: Callable[..., None],
     models: Callable[..., tuple[str, ...]],
 ) -> None:
     names = models("mlp", "batch_norm_cnn", "skip_connections")
-    (truth,) = on_cpu.run(zoo, names, deadline=240)
+    expected = truth(*names)
     (ours,) = on_device().run(zoo, names, trainer={"xla": True}, deadline=240)
-    seen(difference=same_numbers(ours, truth))
+    seen(difference=same_numbers(ours, expected))
 
 
 @pytest.mark.parametrize("strategy", ["one_device", "mirrored", "central_storage"])
 def test_strategies_have_the_numbers_of_the_cpu(
     on_device: Callable[..., Ranks],
-    on_cpu: Ranks,
+    truth: Callable[..., dict[str, Outcome]],
     seen: Callable[..., None],
     models: Callable[..., tuple[str, ...]],
     strategy: str,
 ) -> None:
     names = models("mlp", "batch_norm_cnn")
-    (truth,) = on_cpu.run(zoo, names, deadline=240)
+    expected = truth(*names)
     backend = {"name": "tf_distribute", "strategy": strategy}
     (ours,) = on_device().run(zoo, names, backend=backend, deadline=240)
-    seen(difference=same_numbers(ours, truth))
+    seen(difference=same_numbers(ours, expected))
 
 
 def test_deterministic_runs_repeat_and_are_those_of_model_fit(
