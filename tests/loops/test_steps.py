@@ -26,6 +26,7 @@ from tests.tf_distribute.running import under
 from tests.tf_distribute.test_features import trainer as trainer_of
 
 SCRIPT = Path(steps_script.__file__)
+EVERY_UPDATE = ("checkpoint.every=1ba", "seed=7")
 
 
 @pytest.fixture(autouse=True)
@@ -60,43 +61,56 @@ def launch(folder: Path, fault: str, *words: str, ranks: int = 1, heal: bool = F
     return ended.returncode, found, ended.stderr
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: Any) -> Any:
+    """The result of a whole loop, which the process of any test has."""
+    before = keras.config.floatx()
+    keras.config.set_floatx("float64")
+    found = whole(tmp_path_factory.mktemp("whole"), "checkpoint.every=1ba")
+    keras.config.set_floatx(before)
+    assert len(found["history"]["loss"]) == 3
+    assert found["plain"]["count"] == 15
+    return found
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: Any) -> Any:
+    """The result of a whole loop in a process of its own."""
+    code, found, said = launch(tmp_path_factory.mktemp("launched"), "none", *EVERY_UPDATE)
+    assert code == 0, said
+    return found
+
+
 def stops_at(step: int) -> Callable[[int], bool]:
     return lambda now: now == step
 
 
 @pytest.mark.quick("5")
 @pytest.mark.parametrize("step", [0, 5, 14])
-def test_a_loop_that_ends_at_any_step_resumes_to_the_bit(tmp_path: Path, step: int) -> None:
+def test_a_loop_that_ends_at_any_step_resumes_to_the_bit(
+    tmp_path: Path, undisturbed: Any, step: int
+) -> None:
     """At the first, as the first of the second epoch, at the last."""
-    expected = whole(tmp_path / "whole", "checkpoint.every=1ba")
-    assert len(expected["history"]["loss"]) == 3
-    assert expected["plain"]["count"] == 15
-    whole(tmp_path / "cut", "checkpoint.every=1ba", at=stops_at(step))
-    assert whole(tmp_path / "cut", "checkpoint.every=1ba") == expected
+    whole(tmp_path, "checkpoint.every=1ba", at=stops_at(step))
+    assert whole(tmp_path, "checkpoint.every=1ba") == undisturbed
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("fault", ["step:6", "save:7"])
-def test_a_killed_process_resumes_to_the_bit(tmp_path: Path, fault: str) -> None:
-    words = ("checkpoint.every=1ba", "seed=7")
-    code, expected, said = launch(tmp_path, "none", f"run.dir={tmp_path / 'whole'}", *words)
-    assert code == 0, said
-    cut = tmp_path / "cut"
-    cut.mkdir()
-    assert launch(cut, fault, *words)[0] == -signal.SIGKILL
-    code, found, said = launch(cut, "none", *words)
-    assert (code, found) == (0, expected), said
+def test_a_killed_process_resumes_to_the_bit(tmp_path: Path, launched: Any, fault: str) -> None:
+    assert launch(tmp_path, fault, *EVERY_UPDATE)[0] == -signal.SIGKILL
+    code, found, said = launch(tmp_path, "none", *EVERY_UPDATE)
+    assert (code, found) == (0, launched), said
 
 
 @pytest.mark.exhaustive
 def test_killed_ranks_resume_to_the_bit(tmp_path: Path) -> None:
-    words = ("checkpoint.every=1ba", "seed=7")
     whole_run = tmp_path / "whole"
     whole_run.mkdir()
-    code, expected, said = launch(whole_run, "none", *words, ranks=2)
+    code, expected, said = launch(whole_run, "none", *EVERY_UPDATE, ranks=2)
     assert code == 0, said
-    assert launch(tmp_path, "step:6", *words, ranks=2)[0] != 0
-    code, found, said = launch(tmp_path, "none", *words, ranks=2)
+    assert launch(tmp_path, "step:6", *EVERY_UPDATE, ranks=2)[0] != 0
+    code, found, said = launch(tmp_path, "none", *EVERY_UPDATE, ranks=2)
     assert (code, found) == (0, expected), said
 
 
@@ -146,17 +160,15 @@ def test_a_lost_rank_leaves_the_numbers_of_one_process(tmp_path: Path, step: int
         np.testing.assert_allclose(mine, value, rtol=1e-10, atol=1e-12)
 
 
-def test_a_signal_ends_the_loop_with_a_checkpoint(tmp_path: Path) -> None:
-    expected = whole(tmp_path / "whole", "checkpoint.every=100ba")
-
+def test_a_signal_ends_the_loop_with_a_checkpoint(tmp_path: Path, undisturbed: Any) -> None:
     def asks(step: int) -> None:
         if step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(Interrupted) as ended:
-        whole(tmp_path / "cut", "checkpoint.every=100ba", at=asks)
+        whole(tmp_path, "checkpoint.every=100ba", at=asks)
     assert (ended.value.code, ended.value.saved_at) == (75, 7)
-    assert whole(tmp_path / "cut", "checkpoint.every=100ba") == expected
+    assert whole(tmp_path, "checkpoint.every=100ba") == undisturbed
 
 
 def minimal(trainer: Trainer, loss: Callable[[int], float], **given: Any) -> list[Any]:
