@@ -93,7 +93,7 @@ def _biases_before_normalization(model: keras.Model) -> Iterator[str]:
         bias = getattr(layer, "bias", None)
         linear = getattr(layer, "activation", None) is keras.activations.linear
         penalties = getattr(layer, "bias_regularizer", None), layer.activity_regularizer
-        if bias is None or not linear or not bias.trainable or any(penalties):
+        if not getattr(bias, "trainable", False) or not linear or any(penalties):
             continue
         made = [t for node in layer._inbound_nodes for t in node.outputs]
         is_output = any(t is out for t in made for out in getattr(model, "outputs", None) or ())

@@ -73,7 +73,8 @@ class TracedGraph:
             done: ops that have run before, so that nothing has to wait for them.
         """
         given = list(given)
-        stop, over = {t.name for t in given}, {*done, *(t.op.name for t in given)}
+        stop = {t.name for t in given}
+        over = {*done, *(t.op.name for t in given)}  # nothing waits for what has made a given one
         needed: set[str] = set()
         waiting = [t.op for t in tensors if t.name not in stop]
         while waiting:
