@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -61,12 +62,13 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`start(*words, **environment)` starts Python, which ends with the test."""
+    """`start(*words, **environment)` starts Python, which ends with the test; with `fork=False`
+    the process that is started is the one that computes."""
     with ExitStack() as stack:
 
-        def popen(*words: object, **env: str) -> subprocess.Popen[str]:
+        def popen(*words: object, fork: bool = True, **env: str) -> subprocess.Popen[str]:
             process = subprocess.Popen(
-                [warm_python(**env), *map(str, words)],
+                [warm_python(**env) if fork else sys.executable, *map(str, words)],
                 cwd=ROOT,
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,

@@ -141,7 +141,8 @@ def test_a_coordinator_that_is_silent_or_lost(start: Start, script: Path) -> Non
 
     def begin(job: str, cluster: dict[str, list[str]], *words: str) -> subprocess.Popen[str]:
         config = json.dumps({"cluster": cluster, "task": {"type": job, "index": 0}})
-        return start(script, *SERVERS, *QUIET, *words, TF_CONFIG=config)
+        # The worker's connections are looked at.
+        return start(script, *SERVERS, *QUIET, *words, fork=job != "worker", TF_CONFIG=config)
 
     coordinator, worker = begin("chief", met), begin("worker", met)  # which wait for the server
     with socket.create_server(("127.0.0.1", 0)) as silent:
