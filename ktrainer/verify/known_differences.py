@@ -90,7 +90,7 @@ def _biases_before_normalization(model: keras.Model) -> Iterator[str]:
     if optimizer is None or is_linear(optimizer):
         return
     for layer in model._flatten_layers():
-        bias = getattr(layer, "bias", None)
+        bias: Any = getattr(layer, "bias", None)
         linear = getattr(layer, "activation", None) is keras.activations.linear
         penalties = getattr(layer, "bias_regularizer", None), layer.activity_regularizer
         if not getattr(bias, "trainable", False) or not linear or any(penalties):
