@@ -45,7 +45,7 @@ def _recurrent(after: str = "") -> Case:
     import keras
 
     def build() -> Any:
-        layers: list[Any] = [keras.Input((5, 3)), keras.layers.SimpleRNN(8)]
+        layers: list[Any] = [keras.Input((5, 3)), keras.layers.LSTM(8)]
         if after:
             layers.append(keras.layers.BatchNormalization(synchronized=True))
         model = keras.Sequential([*layers, keras.layers.Dense(2)])
