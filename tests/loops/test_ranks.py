@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.dist.harness import RankError
+from tests.distributed.collectives import wait_for_files
 from tests.loops.cases import BATCH, ROWS, batches, classifier, data, row_counter
 from tests.tf_distribute.running import ONE_PROCESS, under
 from tests.tf_distribute.test_features import trainer
@@ -288,9 +288,7 @@ def late(folder: str) -> str:
         assert float(value) == it.world.size
         it.world.deadline = 1.0
         if it.world.rank == 1:
-            end = time.monotonic() + 30
-            while not told.exists() and time.monotonic() < end:
-                time.sleep(0.01)
+            wait_for_files(told, seconds=30)
             return ""
         try:
             it.run(lambda: value.assign_add(2.0))

@@ -12,6 +12,7 @@ import pytest
 
 from ktrainer.errors import DeadlineExceeded
 from ktrainer.launch.mpirun_command import find_mpirun, mpi_environment, mpirun_command
+from tests.distributed.collectives import wait_for_files
 from tests.pipeline.trained import classes, data_of
 from tests.processes import run, warm_python
 
@@ -113,11 +114,8 @@ def _train(where: str, folder: str) -> None:
     class Deadline(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             trainer.world.deadline = 5.0 if where == "stop" else 4.0  # the first batch compiled
-            end = time.monotonic() + 30
-            while (where, batch, trainer.world.rank) == ("between steps", 1, 1):
-                if told.exists() or time.monotonic() > end:
-                    return
-                time.sleep(0.01)
+            if (where, batch, trainer.world.rank) == ("between steps", 1, 1):
+                wait_for_files(told, seconds=30)
 
     def build() -> Any:
         constraint = in_python if where == "update" else None
