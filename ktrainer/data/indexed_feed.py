@@ -93,6 +93,7 @@ class IndexedFeed(Feed):
         self.replica, self.replicas, self._alone = world.replica, world.replicas, world.size == 1
         self.global_batch, self.shuffle = global_batch, shuffle
         self.shuffle_order = (order or ShuffleOrder()) if shuffle or rows.draws else None
+        self._keras_order: Order | None = None
         steps = self.rows // global_batch, -(-self.rows // global_batch)
         self.source_batches = steps[0] if drop_remainder else steps[1]
         self.num_batches = self.pass_batches = limited(self.source_batches, limit)
@@ -101,14 +102,19 @@ class IndexedFeed(Feed):
         self._prefetcher: Prefetcher | None = None
 
     def set_shuffle_order(self, order: ShuffleOrder) -> None:
-        self.shuffle_order = order
+        self.shuffle_order, self._keras_order = order, None
 
     def order(self, epoch: int) -> Order | None:
         """The rows in the order of `epoch`; None for their own order."""
         if self.shuffle_order is None or not self.shuffle:
             return None
+        if self._keras_order is not None:
+            return self._keras_order
         within = self.shuffle == "batch"
-        return self.shuffle_order.rows(epoch, self.rows, self.global_batch, within)
+        order = self.shuffle_order.rows(epoch, self.rows, self.global_batch, within)
+        if self.shuffle_order.keras:  # the same in every epoch; drawing it takes a while
+            self._keras_order = order
+        return order
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
         batches = self._local_batches(epoch, skip)

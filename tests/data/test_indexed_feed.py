@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from ktrainer.data import array_rows, bounds, indexed_feed
+from ktrainer.data import ShuffleOrder, array_rows, bounds, indexed_feed
 from ktrainer.errors import DataError
 from tests.data.feeds import feed, flat, numbered, rows
 
@@ -77,6 +77,19 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
     assert not np.array_equal(one.order(4), feed(numbered(50), seed=4).order(4))  # type: ignore
     assert feed(numbered(50), training=False).order(0) is None  # type: ignore[attr-defined]
     assert rows(feed(numbered(5), seed=-1).epoch(0)) != rows(feed(numbered(5)).epoch(0))
+
+
+def test_the_order_of_keras_is_drawn_once() -> None:
+    """It is the same in every epoch, and drawing it takes longer than some epochs' steps."""
+    seeds = [ShuffleOrder(seed, keras=True) for seed in (3, 4)]
+    made = feed(numbered(50), order=seeds[0])
+    assert isinstance(made, indexed_feed.IndexedFeed)
+    first = made.order(0)
+    assert made.order(5) is first
+    np.testing.assert_array_equal(first, seeds[0].rows(5, 50, made.global_batch, False))
+    made.set_shuffle_order(seeds[1])
+    np.testing.assert_array_equal(made.order(0), seeds[1].rows(0, 50, made.global_batch, False))
+    assert not np.array_equal(made.order(0), first)
 
 
 def test_limit_and_remainder() -> None:
