@@ -110,8 +110,8 @@ def check_reopened(run: Run, world: ElasticWorld) -> None:
     made = tuple(kind for kind, data in kinds.items() if _is_made_again(data))
     if not world.any(bool(before and made)):
         return
-    run.reopen_feeds(run.state.feed.shuffle_order, run.lengths)
-    again = run.data_facts()
+    run.feeds.reopen(run.state.feed.shuffle_order, run.feeds.lengths)
+    again = run.feeds.facts()
     here = [key for key, fact in before.items() if key.startswith(made) and again.get(key) != fact]
     every = world.allgather(here, "comparison of data that is opened again")
     if changed := list(dict.fromkeys(name for names in every for name in names)):

@@ -141,7 +141,7 @@ class ElasticRecovery:
                 started=self._joining_policy.started,
                 run_dir=None if self._config.trainer.fast_dev_run else str(context.run_dir),
                 shuffle_order=state.feed.shuffle_order,
-                lengths=self.run.lengths,
+                lengths=self.run.feeds.lengths,
             )
             counted = [_counted_epoch(progress), float(state.counted.examples)]
             self._mine = np.concatenate([counted, self._counts.row()])

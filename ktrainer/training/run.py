@@ -15,19 +15,19 @@ from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.callbacks.callback_list import CallbackList
 from ktrainer.callbacks.trackers.tracker import import_trackers
 from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
-from ktrainer.data import Feed, ShuffleOrder, make_feed, order_of, require_end
-from ktrainer.data.rank_consistency import check_consistency, data_facts, model_facts
+from ktrainer.data import ShuffleOrder
+from ktrainer.data.rank_consistency import check_consistency, model_facts
 from ktrainer.runtime.folder_lock import FolderLock, seconds_after_loss
 from ktrainer.runtime.run_folder import hold_run_folder
 from ktrainer.steps.program_cache import warn_of_frozen_layers
 from ktrainer.training.call_arguments import CallArguments
 from ktrainer.training.context import RunContext
 from ktrainer.training.default_callbacks import make_callbacks
+from ktrainer.training.fit_feeds import FitFeeds
 from ktrainer.training.fit_settings import (
     callbacks_config,
     callbacks_without_files,
     check_model,
-    data_config,
     guard_of,
     step_options,
     versions_that_compute,
@@ -62,6 +62,7 @@ class Run:
         trainer: what callbacks see as their `trainer`.
 
     Attributes:
+        feeds: of training and validation data.
         every: the callbacks of all ranks, as the first rank may be another one later.
         callbacks: Keras' list of those of this rank.
     """
@@ -75,20 +76,20 @@ class Run:
         trainer: object,
     ) -> None:
         self.context, self.state, self.call, self._trainer = context, state, call, trainer
+        self.feeds = FitFeeds(context, state, call)
         self.model: keras.Model = state.model
-        self._feeds: list[Feed] = []
         self._lock: FolderLock | None = None
         self._triggers = make_triggers(context.config, call.initial_epoch, call.validation_epochs)
         self.callbacks = CallbackList(state=state)
         self.check()
         # Before the feeds: which collectives follow depends on these.
         validation = "none" if call.validation_data is None else "given"
-        if self._validates_on_training_dataset():
+        if self.feeds.validates_on_training_dataset():
             validation = "the PyDataset of training"
         given = {"validation data": validation}
         check_consistency(context.world, config=call.facts(), data_facts=given)
         try:
-            self._open_feeds(None)
+            self.feeds.open()
             self._open_callbacks([*([] if state.inside else callbacks), *call.callbacks])
             self._open_program()
             state.call_facts = self._call_facts()
@@ -128,11 +129,6 @@ class Run:
                 raise
             state.end = end_facts(None, state.stop_reason)
 
-    @property
-    def lengths(self) -> list[int | None]:
-        """Batches of one pass over each kind of data, some of which only reading shows."""
-        return [feed.source_batches for feed in self._feeds]
-
     def ranks_changed(
         self, run_dir: str | None, order: ShuffleOrder | None, lengths: Sequence[int | None]
     ) -> None:
@@ -143,7 +139,7 @@ class Run:
             order: of the data, as it was drawn at the start.
             lengths: of the data, where a rank knew them.
         """
-        self.reopen_feeds(order, lengths)
+        self.feeds.reopen(order, lengths)
         if run_dir is not None:
             self.context.folder.path = Path(run_dir)
             world = self.context.world
@@ -151,24 +147,6 @@ class Run:
                 seconds = seconds_after_loss(world.deadline)
                 self._lock = FolderLock(Path(run_dir), "run folder", seconds)
         self._reassign_callbacks(self.state.joining)
-
-    def reopen_feeds(self, order: ShuffleOrder | None, lengths: Sequence[int | None]) -> None:
-        """Open the data once more; the steps that were compiled for it still fit.
-
-        Args:
-            order, lengths: as of `ranks_changed`.
-        """
-        known = [feed.spec for feed in self._feeds]
-        for feed in self._feeds:
-            feed.close()
-        self._feeds = []
-        self._open_feeds(order)
-        if self.state.validation is not None:
-            self.state.validation.replay_passes(self.state.progress.validations)
-        for feed, length, spec in zip(self._feeds, lengths, known, strict=True):
-            feed.source_batches = feed.source_batches or length
-            if feed.spec == spec:
-                feed.spec = spec  # the very one that the steps were compiled for
 
     def close(self) -> None:
         """Stop the feeds' background work, and let callbacks go of files and the screen; all of
@@ -179,72 +157,7 @@ class Run:
                     all_of_it.callback(callback.close)
             if self._lock is not None:
                 all_of_it.callback(self._lock.release)
-            for feed in reversed(self._feeds):
-                all_of_it.callback(feed.close)
-
-    # -- feeds
-
-    def _open_feeds(self, order: ShuffleOrder | None) -> None:
-        """Open the data of the call, for the ranks of now.
-
-        Args:
-            order: that was drawn before; None draws one.
-        """
-        config, world = self.context.config, self.context.world
-        if order is None:
-            # Not counted inside another: a resume does not know how many came before.
-            order = order_of(world, config, 0 if self.state.inside else self.state.fits)
-        self.state.feed = self._open_training_data(order)
-        self.state.validation = None
-        limits = config.trainer
-        if self.call.validation_data is not None and limits.limit_val_batches != 0:
-            self.state.validation = self._open_feed(
-                self.call.validation_data,
-                "validation_steps=... or trainer.limit_val_batches=...",
-                training=False,
-                limit=limits.fast_dev_run or limits.limit_val_batches,
-                batch_size=self.call.validation_batch_size,
-            )
-
-    def _open_training_data(self, order: ShuffleOrder | None) -> Feed:
-        call, limits = self.call, self.context.config.trainer
-        fewer = limits.fast_dev_run or limits.overfit_batches
-        ends = limits.max_steps is not None or limits.max_time is not None
-        feed = self._open_feed(
-            call.data,
-            None
-            if ends
-            else "steps_per_epoch=..., trainer.limit_train_batches=... or trainer.max_steps=...",
-            training=True,
-            order=order,
-            limit=fewer or (None if call.batches_per_epoch else limits.limit_train_batches),
-            batches_per_epoch=None if fewer else call.batches_per_epoch,
-            class_weight=call.class_weight,
-        )
-        feed.first_epoch = call.initial_epoch
-        if limits.overfit_batches:
-            feed.repeat_first_epoch()
-        return feed
-
-    def _open_feed(self, data: Any, ended_by: str | None, **settings: Any) -> Feed:
-        """A feed of `data`, refused where it has no end and nothing ends it.
-
-        Args:
-            ended_by: the settings that end it, for the message; None: something does.
-        """
-        config = self.context.config
-        feed = make_feed(
-            data,
-            world=self.context.world,
-            config=data_config(config),
-            check=config.health.check_data,
-            device=self.context.backend.input_device,
-            **settings,
-        )
-        self._feeds.append(feed)
-        if ended_by is not None:
-            require_end(feed, ended_by)
-        return feed
+            all_of_it.callback(self.feeds.close)
 
     # -- callbacks
 
@@ -319,7 +232,7 @@ class Run:
         program.build(self.state.feed.spec)
         if context.world.is_root:
             warn_of_frozen_layers(program)
-        self.state.data_facts = self.data_facts() if config.health.check_data else {}
+        self.state.data_facts = self.feeds.facts() if config.health.check_data else {}
         if context.world.size > 1:
             check_consistency(
                 context.world,
@@ -343,7 +256,7 @@ class Run:
         context, state = self.context, self.state
         if state.joining:
             return
-        model, feeds = self.model, self._feeds
+        model, feeds = self.model, self.feeds.opened
         facts = check_first_update(model, feeds, context.config, context.plan, context.world)
         state.differences = tuple(known_differences(model, state.feed, split, facts))
         if str(self.call.verbose) == "0" and context.config.logging.progress == "none":
@@ -357,21 +270,8 @@ class Run:
             for line in new:
                 print(f"ktrainer: {line}", file=sys.stderr, flush=True)
 
-    def data_facts(self) -> dict[str, str]:
-        """Facts of both kinds of data that must be the same on all ranks."""
-        facts = data_facts(self.state.feed)
-        if self.state.validation is not None and not self._validates_on_training_dataset():
-            facts |= data_facts(self.state.validation, "validation")
-        return facts
-
     def _call_facts(self) -> dict[str, str]:
         """Facts that are the same when the script calls this `fit` again, but for the seed of the
         order, which each start may draw."""
         given = {k: v for k, v in self.state.data_facts.items() if not k.endswith("/order")}
         return {**given, "trainable variables": str(len(self.model.trainable_variables))}
-
-    def _validates_on_training_dataset(self) -> bool:
-        """Return whether one PyDataset is given as both kinds of data: a look at its validation
-        might reorder it, while its first epoch is read ahead."""
-        data = self.call.data
-        return isinstance(data, keras.utils.PyDataset) and self.call.validation_data is data

@@ -87,7 +87,7 @@ class StepsRun(Run):
             )
         self.state.program = UserProgram(self.model)
         world = self.context.world
-        facts = self.data_facts() if self.context.config.health.check_data else {}
+        facts = self.feeds.facts() if self.context.config.health.check_data else {}
         self.state.data_facts = facts
         if world.size > 1:
             check_consistency(world, data_facts=facts, versions=versions_that_compute())

@@ -194,9 +194,9 @@ def test_data_that_is_another_when_it_is_opened_again(data: Any) -> None:
         found = SimpleNamespace(
             state=SimpleNamespace(data_facts={"training/x": "1"}, feed=source()),
             call=SimpleNamespace(data=data, validation_data=None),
-            lengths=[None],
-            data_facts=lambda: again,
-            reopen_feeds=lambda order, lengths: None,
+            feeds=SimpleNamespace(
+                lengths=[None], facts=lambda: again, reopen=lambda order, lengths: None
+            ),
         )
         found.state.feed.shuffle_order = None
         return found
