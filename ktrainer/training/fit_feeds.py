@@ -38,7 +38,10 @@ class FitFeeds:
         return [feed.source_batches for feed in self.opened]
 
     def facts(self) -> dict[str, str]:
-        """Facts of both kinds of data that must be the same on all ranks."""
+        """Facts of both kinds of data that must be the same on all ranks; none if they are not to
+        be compared (`health.check_data`)."""
+        if not self._context.config.health.check_data:
+            return {}
         facts = data_facts(self._state.feed)
         if self._state.validation is not None and not self.validates_on_training_dataset():
             facts |= data_facts(self._state.validation, "validation")

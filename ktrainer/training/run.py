@@ -232,7 +232,7 @@ class Run:
         program.build(self.state.feed.spec)
         if context.world.is_root:
             warn_of_frozen_layers(program)
-        self.state.data_facts = self.feeds.facts() if config.health.check_data else {}
+        self.state.data_facts = self.feeds.facts()
         if context.world.size > 1:
             check_consistency(
                 context.world,

@@ -87,8 +87,7 @@ class StepsRun(Run):
             )
         self.state.program = UserProgram(self.model)
         world = self.context.world
-        facts = self.feeds.facts() if self.context.config.health.check_data else {}
-        self.state.data_facts = facts
+        facts = self.state.data_facts = self.feeds.facts()
         if world.size > 1:
             check_consistency(world, data_facts=facts, versions=versions_that_compute())
 
