@@ -139,6 +139,9 @@ keras.src.layers.normalization.batch_normalization
 keras.src.layers.preprocessing.index_lookup
     IndexLookup().input_vocabulary, input_idf_weights, idf_weights_const
         checkpoint: set, read; the description of a model has the vocabulary of `adapt`
+keras.src.models.functional
+    Functional.call(self, inputs, training, mask, **kwargs)
+        pipeline: compared; whether a model has a call of its own
 keras.src.models.sequential
     Sequential()._functional
         pipeline: read; the functional graph inside

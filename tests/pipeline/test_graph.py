@@ -34,8 +34,19 @@ def _sequential() -> keras.Model:
     return keras.Sequential([keras.Input((4,)), layers.Dense(3, "relu"), layers.Dense(2)])
 
 
+def _lists_of_one_input() -> keras.Model:
+    inner, outer = keras.Input((3,)), keras.Input((4,))
+    nested = keras.Model([inner], layers.Dense(2)(inner))
+    return keras.Model([outer], [nested(layers.Dense(3, "relu")(outer))])
+
+
 _ZOO: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "sequential": (_sequential, None, _random(3, 4)),
+    "lists of one input": (
+        _lists_of_one_input,
+        tf.TensorSpec((None, 4)),
+        tf.constant(_random(3, 4)),
+    ),
     "skip": (models.residual_cnn, None, _random(3, 8, 8, 3)),
     "nested": (models.nested, None, _random(3, 8)),
     "shared layer": (models.shared_layer, None, _random(3, 4)),

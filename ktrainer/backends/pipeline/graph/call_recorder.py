@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
+from keras.src.models.functional import Functional
 from keras.src.ops.function import Function
 
 from ktrainer.backends.pipeline.graph.call_hooks import Watcher, watching
@@ -126,7 +127,7 @@ class CallRecorder(Watcher):
             mark, surrounding = (len(self.calls), len(self._opened)), self._scope
             self._scope = self._enter(layer)
             try:
-                outputs = layer.call(*args, **kwargs)
+                outputs = layer.call(*_as_keras_lists(layer, args), **kwargs)
                 _require_symbolic(outputs)
             except Exception as error:
                 if layer is self.model:
@@ -216,6 +217,16 @@ class CallRecorder(Watcher):
                 producer = tensor._keras_history.operation
                 if producer is not None:
                     _drop(producer._outbound_nodes, node)
+
+
+def _as_keras_lists(layer: Any, args: Any) -> Any:
+    """The arguments of a functional model's call. Where it was made of a list of one input, Keras
+    puts a lone tensor into a list, but not a symbolic one, and warns."""
+    if type(layer).call is not Functional.call or not args:
+        return args
+    inputs, *rest = args
+    lone = isinstance(inputs, keras.KerasTensor) and isinstance(layer._inputs_struct, list)
+    return ([inputs], *rest) if lone and len(layer._inputs_struct) == 1 else args
 
 
 def _stage(node: Any, origin: Any, operation: Any, scope: Scope) -> int | None:
