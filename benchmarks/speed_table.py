@@ -55,7 +55,7 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
         (ONE, "zoo_fit", ["--rounds", "2"]),
         (TWO, "data_parallel_fit", [*ROUNDS, *short, "backend=data_parallel"]),
         (TWO, "distributed_tape", ["--rounds", "6", "--steps", "15"]),
-        (TWO, "callback_cost", [*ROUNDS, *short, "backend=data_parallel"]),
+        (TWO, "callback_cost", [*ROUNDS, "--steps", "100", "backend=data_parallel"]),
         *compared * TURNS,
         *[
             (TWO, "data_parallel_step", ["--rounds", "6", "--steps", "15", "--model", name])
