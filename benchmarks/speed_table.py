@@ -61,6 +61,8 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
             (TWO, "data_parallel_step", ["--rounds", "6", "--steps", "15", "--model", name])
             for name in OTHERS
         ],
+        (TWO, "pipeline_step", ["--rounds", "5", "--steps", "2", "--microbatches", "4", "16"]),
+        (ONE, "strong_scaling", ["--rounds", "5", "--cases", "mlp"]),
         (ONE, "checkpoint", ["--megabytes", "200"]),
         (ONE, "strategies", ["--models", "mlp", "--epochs", "4", "--only", *with_peer]),
         *([(ONE, "rank_memory", [])] if has_horovod else []),
