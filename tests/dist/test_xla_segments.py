@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ktrainer.state.trace_spans import COLLECTIVES, add_span
 from tests.dist import cases
 from tests.dist.cases import Case, compare, several, train
 
 PARALLEL = {"backend": "data_parallel", "trainer__xla": "true"}
+LATE = "late gradient"  # a lane of a trace
 
 
 def _reference(chosen: list[tuple[str, str]]) -> list[Any]:
@@ -85,11 +91,14 @@ def test_loops_and_equal_gradients(ranks: Callable[..., Any], name: str) -> None
     compare([expected], [[outcome] for outcome in ours], [(name, "sgd")], 1e-10, 1e-9)
 
 
-def _overlap(every: int, **settings: Any) -> None:
+def _overlap(every: int, **settings: Any) -> list[bool]:
     """Train a model whose first layer's gradient is not there until a sum has begun.
 
     Args:
         every: local batches of an update; that of the last one waits.
+
+    Returns:
+        Of each update, whether a sum has begun within 30 s.
     """
     import keras
     import tensorflow as tf
@@ -97,7 +106,9 @@ def _overlap(every: int, **settings: Any) -> None:
     from ktrainer.distributed.mpi_gradients import MpiGradients
 
     begun, sum_bucket, calls = threading.Event(), MpiGradients.sum_bucket, [0]
+    found: list[bool] = []
 
+    @functools.wraps(sum_bucket)  # its name is in the trace
     def begins(self: Any, weight: Any, *arrays: Any, **named: Any) -> Any:
         begun.set()
         return sum_bucket(self, weight, *arrays, **named)
@@ -105,7 +116,9 @@ def _overlap(every: int, **settings: Any) -> None:
     def wait(x: np.ndarray) -> np.ndarray:
         calls[0] += 1
         if calls[0] % every == 0:
-            assert begun.wait(30), "no sum has begun before the last gradient was there"
+            start = time.perf_counter()
+            found.append(begun.wait(30))
+            add_span(LATE, "wait for a sum", start, time.perf_counter())
             begun.clear()
         return x
 
@@ -136,6 +149,7 @@ def _overlap(every: int, **settings: Any) -> None:
         train(case, floatx="float32", backend="data_parallel", backend__bucket_mb=1, **settings)
     finally:
         MpiGradients.sum_bucket = sum_bucket  # type: ignore[method-assign]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -146,4 +160,20 @@ def _overlap(every: int, **settings: Any) -> None:
 def test_sums_begin_before_the_last_gradient_is_there(
     ranks: Callable[..., Any], every: int, settings: dict[str, Any]
 ) -> None:
-    ranks(2).run(_overlap, every, **settings, deadline=120)
+    for found in ranks(2).run(_overlap, every, **settings, deadline=120):
+        assert found
+        assert all(found), "no sum has begun before the last gradient was there"
+
+
+def test_a_trace_shows_that_sums_overlap_the_backward_pass(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The layer's bucket, whose gradient is late, is summed after all others."""
+    keys = {"run__dir": str(tmp_path), "trainer__profile__steps": "1"}
+    ranks(2).run(_overlap, 1, **keys, deadline=120)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for rank in range(2):
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
+        (there,) = (e["ts"] + e["dur"] for e in spans if e["cat"] == LATE)
+        begins = sorted(e["ts"] for e in spans if e["cat"] == COLLECTIVES)
+        assert begins[0] < there <= begins[-1]
