@@ -96,12 +96,15 @@ def record_case(
     what, values = f"pipeline step, {name}", {who: times[schedule]}
     sizes = f"{SIZES[name]}, {microbatches} microbatches, {size} stages, {schedule}"
     bubble = (microbatches + size - 1) / microbatches
-    if who == OURS:
+    bound = BOUND if who == OURS else ""
+    if bound:
         values[BOUND] = [t * bubble for t in times[f"{schedule}, no waits"]]
-    record(args.results, what, sizes, values, bound=BOUND if who == OURS else "")
+    record(args.results, what, sizes, values, bound=bound)
     ideal = [t / size * bubble for t in times["single"]]
-    over = [a / b for a, b in zip(times[schedule], ideal, strict=True)]
-    record(args.results, f"{what} / ideal", sizes, {who: over}, unit="x")
+    over = {
+        name: [a / b for a, b in zip(each, ideal, strict=True)] for name, each in values.items()
+    }
+    record(args.results, f"{what} / ideal", sizes, over, bound=bound, unit="x")
     for other in others:
         both = {who: times[other], f"the same with {schedule}": times[schedule]}
         record(args.results, f"{what}, {other}", sizes.replace(schedule, other), both)

@@ -57,11 +57,11 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
         (TWO, "distributed_tape", ["--rounds", "6", "--steps", "15"]),
         (TWO, "callback_cost", [*ROUNDS, "--steps", "100", "backend=data_parallel"]),
         *compared * TURNS,
+        (TWO, "pipeline_step", ["--rounds", "5", "--steps", "2", "--microbatches", "4", "16"]),
         *[
             (TWO, "data_parallel_step", ["--rounds", "6", "--steps", "15", "--model", name])
             for name in OTHERS
         ],
-        (TWO, "pipeline_step", ["--rounds", "5", "--steps", "2", "--microbatches", "4", "16"]),
         (ONE, "strong_scaling", ["--rounds", "5", "--cases", "mlp"]),
         (ONE, "checkpoint", ["--megabytes", "200"]),
         (ONE, "strategies", ["--models", "mlp", "--epochs", "4", "--only", *with_peer]),
