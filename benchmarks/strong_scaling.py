@@ -2,9 +2,9 @@
 
     python benchmarks/strong_scaling.py [--rounds 5] [--cases mlp pipeline slow ...]
 
-A round predicts with `ktrainer plan --world` and then trains with `ktrainer run`, one thread a
-process, for each number of processes. The table has medians over rounds: milliseconds of a step,
-and predicted over measured. `make bench` runs the case mlp.
+Each round predicts with `ktrainer plan --world`. In between, `ktrainer run` trains once with each
+number of processes, one thread a process, an epoch for each round. The table has medians over
+rounds: milliseconds of a step, and predicted over measured. `make bench` runs the case mlp.
 
 | case | model, batch of all processes | processes |
 |---|---|---|
@@ -23,6 +23,7 @@ have a rate and no delay.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -67,7 +68,8 @@ with Trainer.from_cli(argv=sys.argv[4:], callbacks=[Clock()]) as trainer:
     x, y = random.random((rows, inputs), dtype=np.float32), random.integers(0, 10, rows)
     trainer.fit(lambda: dense(inputs, depth), (x, y))
     if trainer.world.is_root:
-        print("median", 1000 * float(np.median(np.diff(Clock.times)[10:])), flush=True)
+        steps = np.diff(np.reshape(Clock.times, (-1, batches)))[:, 10:]
+        print("medians", *1000 * np.median(steps, axis=1), flush=True)
 """
 WORDS = ("logging.progress=none", "seed=1", "trainer.steps_per_call=1", "data.batch_size=256")
 DATA_PARALLEL = ("backend=data_parallel", *WORDS)
@@ -95,9 +97,14 @@ class Case:
     rate: str = ""
     given: bool = False
 
+    @property
+    def sizes(self) -> str:
+        cores = len(os.sched_getaffinity(0))
+        return f"{self.model[1]} dense layers of 1024, 256 examples of all processes, {cores} cores"
 
-MLP = (784, 3, 60)
-PREDICTED = "ktrainer plan"
+
+MLP = (784, 3, 40)
+PREDICTED = "predicted by ktrainer plan"
 CASES = {
     "mlp": Case(MLP, DATA_PARALLEL, (1, 2, 3, 4)),
     "buckets": Case(MLP, (*DATA_PARALLEL, "backend.bucket_mb=4"), (1, 2, 3, 4)),
@@ -139,11 +146,12 @@ class Programs:
         rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ +\d+ +[\d.]+ ", line)]
         return {int(row[0]): float(row[8]) for row in rows}
 
-    def measured(self, processes: int) -> float:
-        """Milliseconds of a step."""
+    def measured(self, processes: int, epochs: int) -> list[float]:
+        """Milliseconds of a step in each epoch of one run."""
         where = self._on_hosts() if self.hosts is not None else ["-n", str(processes)]
-        out = self._ktrainer("run", *where, "--threads=1", str(self._script), *self._words)
-        return float(out.partition("median")[2])
+        words = [str(self._script), *self._words, f"trainer.epochs={epochs}"]
+        out = self._ktrainer("run", *where, "--threads=1", *words)
+        return [float(word) for word in out.partition("medians")[2].split()]
 
     @property
     def _script(self) -> Path:
@@ -180,11 +188,12 @@ def compare(case: Case, rounds: int) -> dict[int, tuple[list[float], list[float]
     with tempfile.TemporaryDirectory() as name:
         programs = Programs(case, Path(name))
         try:
-            for _ in range(rounds):
+            for round_ in range(rounds):
                 predicted = programs.predicted()
                 for processes in case.worlds:
                     found[processes][0].append(predicted[processes])
-                    found[processes][1].append(programs.measured(processes))
+                for processes in case.worlds[round_::rounds]:
+                    found[processes][1].extend(programs.measured(processes, rounds))
         finally:
             programs.close()
     return found
@@ -212,9 +221,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{ratio:21.2f}  ({each})",
                 flush=True,
             )
-            sizes = f"case {name}, 256 examples of all processes"
-            values = {OURS: measured, PREDICTED: predicted}
-            record(args.results, f"step on {processes} processes, and predicted", sizes, values)
+            what = f"strong scaling, {name}: step on {processes} process{'es' * (processes > 1)}"
+            record(args.results, what, case.sizes, {OURS: measured, PREDICTED: predicted})
 
 
 if __name__ == "__main__":
