@@ -8,7 +8,8 @@ with fsync. Keras' `save_weights` does not flush; a second row flushes its file.
 checksum of every byte, and checks it. Variants take turns; shown is the median of all rounds.
 
 Steps: a model of that size is trained with and without saving; shown are the median step, the
-longest, and the median of those in which a save began.
+longest, and the median of those in which a save began. Recorded are those in which a save began,
+and the longest of the steps from each asynchronous save to the next, during which it is written.
 """
 
 from __future__ import annotations
@@ -151,12 +152,12 @@ class Times(Callback):
         self._last = now
 
 
-def steps(folder: Path, megabytes: float, results: Path | None) -> None:
+def steps(folder: Path, megabytes: float, size: float, results: Path | None) -> None:
     """Print the median step, and the longest with and without a save; record what a save adds."""
     random = np.random.default_rng(0)
     x = random.normal(size=(STEPS * 64, 1024)).astype("float32")
     y = random.integers(0, 10, STEPS * 64)
-    print(f"\nsteps of a model of {megabytes:.0f} MB, batch 64, a save every {EVERY} steps")
+    print(f"\nsteps of a model of {size:.0f} MB, batch 64, a save every {EVERY} steps")
     for name, words in {
         "no checkpoints": [],
         "asynchronous": [f"checkpoint.every={EVERY}ba"],
@@ -173,18 +174,24 @@ def steps(folder: Path, megabytes: float, results: Path | None) -> None:
         seconds = {step: value for step, value in times.seconds.items() if step > 3}
         saving = [value for step, value in seconds.items() if step % EVERY == 0]
         show(name, list(seconds.values()), saving)
-        others = [value for step, value in seconds.items() if step % EVERY]
-        values = {OURS: saving, "other steps": others}
-        milliseconds = {who: [1e3 * each for each in values[who]] for who in values}
         if name != "no checkpoints":
-            what = f"step in which a save begins, {name}"
-            record(
-                results,
-                what,
-                f"{megabytes:.0f} MB of weights, batch 64",
-                milliseconds,
-                bound="other steps",
-            )
+            record_steps(results, name, f"{size:.0f} MB of weights, batch 64", seconds)
+
+
+def record_steps(path: Path | None, name: str, sizes: str, seconds: dict[int, float]) -> None:
+    """Record the steps in which a save begins, and the longest of those from each asynchronous save
+    to the next, beside the steps in which none begins."""
+    milliseconds = {step: 1e3 * value for step, value in seconds.items()}
+    saving = [value for step, value in milliseconds.items() if step % EVERY == 0]
+    found = {f"step in which a save begins, {name}": saving}
+    if name == "asynchronous":
+        found[f"longest of {EVERY} steps from an asynchronous save to the next"] = [
+            max(milliseconds[step] for step in range(first, first + EVERY))
+            for first in range(EVERY, STEPS, EVERY)
+        ]
+    others = {"other steps": [value for step, value in milliseconds.items() if step % EVERY]}
+    for what, values in found.items():
+        record(path, what, sizes, {OURS: values, **others}, bound="other steps")
 
 
 def show(name: str, seconds: list[float], saving: list[float]) -> None:
@@ -204,9 +211,10 @@ def main() -> None:
     if args.folder is not None:
         args.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.folder or Path.cwd()) as name:
-        show_throughput(*throughput(Path(name), args.megabytes), args.results)
+        size, seconds = throughput(Path(name), args.megabytes)
+        show_throughput(size, seconds, args.results)
         keras.utils.clear_session()
-        steps(Path(name), args.megabytes, args.results)
+        steps(Path(name), args.megabytes, size, args.results)
 
 
 if __name__ == "__main__":

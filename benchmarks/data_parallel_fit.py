@@ -3,11 +3,15 @@
     ktrainer run -n 2 benchmarks/data_parallel_fit.py backend=data_parallel
 
 An MLP of 2.9 million parameters (784-1024-1024-1024-10), SGD with momentum, 64 examples a
-process, one thread a process. "alone" is Keras' `Model.fit` in each process on its part of the
-data, at the same time and without communication: the bound. "arrays" and "tf.data" are
-`Trainer.fit` on all of the data with all processes, one update a global batch. All take turns in
-one run, so that the ratios hold on a noisy machine; rank 0 prints the median milliseconds of a
-step, over all epochs but each first one, and the ratio to "alone".
+process, one thread a process. Each way of training is given arrays and a `tf.data.Dataset`:
+
+- ktrainer: `Trainer.fit` on all of the data with all processes, one update a global batch.
+- no communication: `Trainer.fit` with `backend=local` in each process on its part of the data, at
+  the same time, with as many steps and the same settings: the bound.
+- Model.fit in 2 at once: Keras' `Model.fit` in each process on its part, at the same time.
+
+All take turns in one run, so that the ratios hold on a noisy machine; rank 0 prints the median
+milliseconds of a step, over all epochs but each first one, and the ratio to the bound.
 """
 
 from __future__ import annotations
@@ -15,7 +19,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 
@@ -25,6 +34,11 @@ import numpy as np
 import tensorflow as tf
 from data_parallel_table import BATCH, NONE, sizes
 from results import OURS, add_option, record
+
+from ktrainer.config import LocalConfig
+from ktrainer.distributed import SingleWorld
+
+PEER = "Model.fit in 2 at once"
 
 
 def build_model() -> keras.Model:
@@ -60,10 +74,30 @@ def rows(steps: int, processes: int) -> tuple[np.ndarray, np.ndarray]:
     return random.random((count, 784), dtype=np.float32), random.integers(0, 10, count)
 
 
-def alone(data: Any, epochs: int) -> list[float]:
-    times = EpochTimes()
-    build_model().fit(*data, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=[times])
+def batched(data: tuple[np.ndarray, np.ndarray], size: int) -> tf.data.Dataset:
+    return tf.data.Dataset.from_tensor_slices(data).batch(size).cache().prefetch(4)
+
+
+def keras_fit(data: Any, epochs: int) -> list[float]:
+    times, plain = EpochTimes(), {"epochs": epochs, "verbose": 0}
+    if isinstance(data, tf.data.Dataset):
+        build_model().fit(data, shuffle=False, callbacks=[times], **plain)
+    else:
+        build_model().fit(*data, batch_size=BATCH, callbacks=[times], **plain)
     return times.seconds
+
+
+def without_communication(trainer: Trainer) -> Trainer:
+    """A Trainer of this process alone, with the settings of `trainer`.
+
+    `backend=local` is refused where several processes were started, so this one gets a world of
+    one process, which has nobody to wait for. As data parallelism makes one update a call,
+    `steps_per_call` is 1.
+    """
+    changes = {"backend": LocalConfig(), "run": replace(trainer.config.run, dir=None)}
+    changes["trainer"] = replace(trainer.config.trainer, steps_per_call=1)
+    with patch("ktrainer.trainer.open_world", return_value=SingleWorld()):
+        return Trainer(trainer.config.with_changes(**changes))
 
 
 def together(trainer: Trainer, data: Any, epochs: int) -> list[float]:
@@ -75,21 +109,26 @@ def together(trainer: Trainer, data: Any, epochs: int) -> list[float]:
     return times.seconds
 
 
-def measure(trainer: Trainer, steps: int, epochs: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds a step, of each epoch; the variants take turns."""
-    world = trainer.world
-    data = rows(steps, world.size)
-    dataset = tf.data.Dataset.from_tensor_slices(data).batch(BATCH * world.size).cache().prefetch(4)
-    part = tuple(array[world.rank :: world.size] for array in data)
-    times: dict[str, list[float]] = {"alone": [], "arrays": [], "tf.data": []}
+def measure(
+    trainer: Trainer, steps: int, epochs: int, rounds: int
+) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds a step, of each epoch, by data and by who trains; the variants take turns."""
+    world, local = trainer.world, without_communication(trainer)
+    arrays = rows(steps, world.size)
+    part = tuple(array[world.rank :: world.size] for array in arrays)
+    times = defaultdict(list)
+    variants: dict[tuple[str, str], Callable[[], list[float]]] = {}
+    for kind, everything, own in (
+        ("arrays", arrays, part),
+        ("tf.data", batched(arrays, BATCH * world.size), batched(part, BATCH)),
+    ):
+        variants[kind, PEER] = partial(keras_fit, own, epochs)
+        variants[kind, NONE] = partial(together, local, own, epochs)
+        variants[kind, OURS] = partial(together, trainer, everything, epochs)
     for _ in range(rounds):
-        for name, run in (
-            ("alone", lambda: alone(part, epochs)),
-            ("arrays", lambda: together(trainer, data, epochs)),
-            ("tf.data", lambda: together(trainer, dataset, epochs)),
-        ):
+        for variant, run in variants.items():
             world.barrier()
-            times[name] += [seconds / steps * 1e3 for seconds in run()]
+            times[variant] += [seconds / steps * 1e3 for seconds in run()]
     return times
 
 
@@ -121,13 +160,13 @@ def main() -> None:
     times = measure(trainer, args.steps, args.epochs, args.rounds)
     if trainer.world.is_root:
         print(f"{trainer.world.size} processes, batch {BATCH} each, {args.steps} steps an epoch")
-        bound = statistics.median(times["alone"])
-        for name, values in times.items():
-            middle = statistics.median(values)
-            print(f"{name:10s} {middle:7.2f} ms a step   {middle / bound:5.2f} x alone")
-        for name in ("arrays", "tf.data"):
-            values = {OURS: times[name], NONE: times["alone"]}
-            what = f"step of Trainer.fit, {name}"
+        for kind in ("arrays", "tf.data"):
+            values = {who: times[kind, who] for who in (OURS, PEER, NONE)}
+            bound = statistics.median(values[NONE])
+            for who, each in values.items():
+                middle = statistics.median(each)
+                print(f"{kind:8s} {who:22s} {middle:7.2f} ms a step   {middle / bound:5.2f}")
+            what = f"step of Trainer.fit, {kind}"
             record(args.results, what, sizes(trainer.world.size), values, bound=NONE)
 
 

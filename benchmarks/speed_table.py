@@ -52,7 +52,7 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
     with_peer = ["mirrored, 2 devices", "central storage, 2 devices", "multi-worker mirrored, 2"]
     return [
         *[(ONE, "keras_fit", ["--rounds", "1"]), (ONE, "keras_fit_torch", ["--rounds", "1"])] * 2,
-        (ONE, "zoo_fit", ["--rounds", "2"]),
+        (ONE, "zoo_fit", ROUNDS),
         (TWO, "data_parallel_fit", [*ROUNDS, *short, "backend=data_parallel"]),
         (TWO, "distributed_tape", ["--rounds", "6", "--steps", "15"]),
         (TWO, "callback_cost", [*ROUNDS, "--steps", "100", "backend=data_parallel"]),
@@ -63,7 +63,7 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
             for name in OTHERS
         ],
         (ONE, "strong_scaling", ["--rounds", "5", "--cases", "mlp"]),
-        (ONE, "checkpoint", ["--megabytes", "200"]),
+        (ONE, "checkpoint", ["--megabytes", "400"]),
         (ONE, "strategies", ["--models", "mlp", "--epochs", "4", "--only", *with_peer]),
         *([(ONE, "rank_memory", [])] if has_horovod else []),
         (ONE, "restart_time", ["--rounds", "5"]),
