@@ -21,7 +21,7 @@ from ktrainer import Trainer  # before Keras, so that TensorFlow starts quietly
 # isort: split
 import keras
 import numpy as np
-from data_parallel_fit import rows, start, together
+from data_parallel_fit import rows, start, trainer_fit
 from data_parallel_table import sizes
 from results import OURS, record
 
@@ -47,7 +47,7 @@ def measure(trainers: dict[str, Trainer], args: Any) -> dict[str, list[float]]:
         turns = list(trainers.items())
         for name, trainer in turns if number % 2 else turns[::-1]:
             world.barrier()
-            seconds = together(trainer, data, args.epochs)
+            seconds = trainer_fit(world, trainer, data, args.epochs)
             times[name] += [each / args.steps * 1e3 for each in seconds]
     return times
 

@@ -174,24 +174,27 @@ def steps(folder: Path, megabytes: float, size: float, results: Path | None) -> 
         seconds = {step: value for step, value in times.seconds.items() if step > 3}
         saving = [value for step, value in seconds.items() if step % EVERY == 0]
         show(name, list(seconds.values()), saving)
-        if name != "no checkpoints":
-            record_steps(results, name, f"{size:.0f} MB of weights, batch 64", seconds)
+        if name == "no checkpoints":
+            plain = list(seconds.values())
+        else:
+            record_steps(results, name, f"{size:.0f} MB of weights, batch 64", seconds, plain)
 
 
-def record_steps(path: Path | None, name: str, sizes: str, seconds: dict[int, float]) -> None:
+def record_steps(
+    path: Path | None, name: str, sizes: str, seconds: dict[int, float], plain: list[float]
+) -> None:
     """Record the steps in which a save begins, and the longest of those from each asynchronous save
-    to the next, beside the steps in which none begins."""
-    milliseconds = {step: 1e3 * value for step, value in seconds.items()}
-    saving = [value for step, value in milliseconds.items() if step % EVERY == 0]
-    found = {f"step in which a save begins, {name}": saving}
+    to the next, beside the steps of a run without checkpoints."""
+    found = {f"step in which a save begins, {name}": [seconds[s] for s in seconds if not s % EVERY]}
     if name == "asynchronous":
         found[f"longest of {EVERY} steps from an asynchronous save to the next"] = [
-            max(milliseconds[step] for step in range(first, first + EVERY))
+            max(seconds[step] for step in range(first, first + EVERY))
             for first in range(EVERY, STEPS, EVERY)
         ]
-    others = {"other steps": [value for step, value in milliseconds.items() if step % EVERY]}
+    bound = "steps without checkpoints"
     for what, values in found.items():
-        record(path, what, sizes, {OURS: values, **others}, bound="other steps")
+        both = {OURS: [1e3 * value for value in values], bound: [1e3 * value for value in plain]}
+        record(path, what, sizes, both, bound=bound)
 
 
 def show(name: str, seconds: list[float], saving: list[float]) -> None:

@@ -36,7 +36,7 @@ from data_parallel_table import BATCH, NONE, sizes
 from results import OURS, add_option, record
 
 from ktrainer.config import LocalConfig
-from ktrainer.distributed import SingleWorld
+from ktrainer.distributed import SingleWorld, World
 
 PEER = "Model.fit in 2 at once"
 
@@ -51,13 +51,17 @@ def build_model() -> keras.Model:
 
 
 class EpochTimes(keras.callbacks.Callback):
-    """Seconds of each epoch but the first, to the beginning of the next one."""
+    """Seconds of each epoch but the first, to the beginning of the next one. All processes of
+    `world` begin the second epoch together: each has compiled its step by then."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__()
+        self.world = world
         self.starts: list[float] = []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.world.barrier()
         self.starts.append(time.perf_counter())
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -78,8 +82,8 @@ def batched(data: tuple[np.ndarray, np.ndarray], size: int) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(data).batch(size).cache().prefetch(4)
 
 
-def keras_fit(data: Any, epochs: int) -> list[float]:
-    times, plain = EpochTimes(), {"epochs": epochs, "verbose": 0}
+def keras_fit(world: World, data: Any, epochs: int) -> list[float]:
+    times, plain = EpochTimes(world), {"epochs": epochs, "verbose": 0}
     if isinstance(data, tf.data.Dataset):
         build_model().fit(data, shuffle=False, callbacks=[times], **plain)
     else:
@@ -100,8 +104,8 @@ def without_communication(trainer: Trainer) -> Trainer:
         return Trainer(trainer.config.with_changes(**changes))
 
 
-def together(trainer: Trainer, data: Any, epochs: int) -> list[float]:
-    times, size = EpochTimes(), BATCH * trainer.world.size
+def trainer_fit(world: World, trainer: Trainer, data: Any, epochs: int) -> list[float]:
+    times, size = EpochTimes(world), BATCH * trainer.world.size
     if isinstance(data, tf.data.Dataset):
         trainer.fit(build_model(), data, epochs=epochs, callbacks=[times])
     else:
@@ -115,16 +119,16 @@ def measure(
     """Milliseconds a step, of each epoch, by data and by who trains; the variants take turns."""
     world, local = trainer.world, without_communication(trainer)
     arrays = rows(steps, world.size)
-    part = tuple(array[world.rank :: world.size] for array in arrays)
+    part = tuple(np.ascontiguousarray(array[world.rank :: world.size]) for array in arrays)
     times = defaultdict(list)
     variants: dict[tuple[str, str], Callable[[], list[float]]] = {}
     for kind, everything, own in (
         ("arrays", arrays, part),
         ("tf.data", batched(arrays, BATCH * world.size), batched(part, BATCH)),
     ):
-        variants[kind, PEER] = partial(keras_fit, own, epochs)
-        variants[kind, NONE] = partial(together, local, own, epochs)
-        variants[kind, OURS] = partial(together, trainer, everything, epochs)
+        variants[kind, PEER] = partial(keras_fit, world, own, epochs)
+        variants[kind, NONE] = partial(trainer_fit, world, local, own, epochs)
+        variants[kind, OURS] = partial(trainer_fit, world, trainer, everything, epochs)
     for _ in range(rounds):
         for variant, run in variants.items():
             world.barrier()

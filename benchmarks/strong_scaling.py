@@ -207,18 +207,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_option(parser)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed
-    print("case       processes  measured ms  predicted ms  predicted / measured  (of each round)")
+    print("case       processes  measured ms  predicted ms  predicted / measured")
     for name in args.cases:
         case = CASES[name]
         if case.per_host and (reason := why_no_hosts()) is not None:
             print(f"{name:10} {reason}")
             continue
         for processes, (predicted, measured) in compare(case, args.rounds).items():
-            each = " ".join(f"{p / m:.2f}" for p, m in zip(predicted, measured, strict=True))
             ratio = median(predicted) / median(measured)
             print(
                 f"{name:10} {processes:9} {median(measured):12.2f} {median(predicted):13.2f} "
-                f"{ratio:21.2f}  ({each})",
+                f"{ratio:21.2f}",
                 flush=True,
             )
             what = f"strong scaling, {name}: step on {processes} process{'es' * (processes > 1)}"

@@ -106,7 +106,10 @@ def _taker(leaf: Any) -> Take:
     if leaf is None:
         return lambda where: None
     if isinstance(leaf, np.ndarray):
-        take, get = leaf.take, leaf.__getitem__
+        get = leaf.__getitem__
+        if not leaf.flags.c_contiguous:  # of which `take` would first copy all rows
+            return get
+        take = leaf.take
         return lambda where: get(where) if type(where) is slice else take(where, 0)
     if isinstance(leaf, array_slicing.TensorflowSparseWrapper):
         return lambda where: array_slicing.slice_tensorflow_sparse_wrapper(leaf, where)

@@ -13,10 +13,13 @@ So `reduce_in_pieces` sums large arrays a piece at a time, and only small ones f
 Its messages are non-blocking, so that every wait has a deadline. Open MPI's non-blocking all-reduce
 takes twice as long, on two ranks of one host.
 
-`add_up` decides the order in which ranks are added up, here and in shared memory: by their numbers,
-each on top of the sum so far. Beyond `MOST_RANKS` ranks MPI's all-reduce decides it, except for
-16-bit floats, and always for sums in the forward pass and out-of-band ones. Where sums are
-hierarchical, the ranks of a host come first, then the hosts (`ktrainer.distributed.host_groups`).
+Where the order is decided in which ranks are added up:
+
+- `add_up`, by their numbers, each on top of the sum so far: gradients of up to `MOST_RANKS` ranks,
+  by messages or in shared memory, and 16-bit ones of any number
+- MPI's all-reduce: wider gradients of more ranks, sums in the forward pass, out-of-band sums
+- `ktrainer.distributed.host_groups`, where sums are hierarchical: the ranks of a host come first,
+  then the hosts
 """
 
 from __future__ import annotations

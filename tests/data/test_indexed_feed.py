@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import keras
@@ -181,6 +182,23 @@ def test_class_weights_are_those_of_keras(y: np.ndarray) -> None:
 def test_numpy_strings() -> None:
     local_batch = next(iter(feed((np.array(["a", "bc"]), np.arange(2)), shuffle=False).epoch(0)))
     assert local_batch.batch[0].numpy().tolist() == [b"a", b"bc"]
+
+
+@pytest.mark.parametrize("layout", ["every other row", "columns"])
+def test_rows_of_a_view_are_taken_without_a_copy_of_all(layout: str) -> None:
+    if layout == "columns":
+        view = np.asfortranarray(np.arange(40_000.0, dtype=np.float32).reshape(1000, 40))
+    else:
+        view = np.arange(80_000.0, dtype=np.float32).reshape(2000, 40)[::2]
+    source = array_rows.ArrayRows(view)
+    tracemalloc.start()
+    try:
+        taken = source.take(np.array([7, 3]), ShuffleOrder(0, 2), 0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(taken, view[[7, 3]])
+    assert peak < view.nbytes / 4
 
 
 def test_uniform() -> None:

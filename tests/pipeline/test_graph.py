@@ -40,6 +40,12 @@ def _lists_of_one_input() -> keras.Model:
     return keras.Model([outer], [nested(layers.Dense(3, "relu")(outer))])
 
 
+def test_models_of_a_list_of_one_input_are_opened() -> None:
+    graph = trace(_lists_of_one_input(), tf.TensorSpec((None, 4)), training=False)
+    assert not any(node.closed for node in graph.nodes)
+    assert len(graph.nodes) == 2
+
+
 _ZOO: dict[str, tuple[Callable[[], Any], Any, Any]] = {
     "sequential": (_sequential, None, _random(3, 4)),
     "lists of one input": (

@@ -127,7 +127,7 @@ class CallRecorder(Watcher):
             mark, surrounding = (len(self.calls), len(self._opened)), self._scope
             self._scope = self._enter(layer)
             try:
-                outputs = layer.call(*_as_keras_lists(layer, args), **kwargs)
+                outputs = layer.call(*_with_lone_input_in_list(layer, args), **kwargs)
                 _require_symbolic(outputs)
             except Exception as error:
                 if layer is self.model:
@@ -219,9 +219,9 @@ class CallRecorder(Watcher):
                     _drop(producer._outbound_nodes, node)
 
 
-def _as_keras_lists(layer: Any, args: Any) -> Any:
-    """The arguments of a functional model's call. Where it was made of a list of one input, Keras
-    puts a lone tensor into a list, but not a symbolic one, and warns."""
+def _with_lone_input_in_list(layer: Any, args: Any) -> Any:
+    """The arguments of a functional model that was made of a list of one input. Keras puts a lone
+    tensor into a list by itself; with a symbolic one it warns."""
     if type(layer).call is not Functional.call or not args:
         return args
     inputs, *rest = args
