@@ -82,9 +82,8 @@ def main() -> None:
         a, b = statistics.median(ours), statistics.median(theirs)
         times[name], ratios[name] = {OURS: ours, "Model.fit": theirs}, a / b
         print(f"| {name} | {b:.2f} ms | {a:.2f} ms | {a / b:.2f} |", flush=True)
-    middle = statistics.median_low(ratios.values())
-    for which, ratio in (("highest", max(ratios.values())), ("median", middle)):
-        name = next(name for name in ratios if ratios[name] == ratio)
+    ranked = sorted(ratios, key=ratios.__getitem__)
+    for which, name in (("highest", ranked[-1]), ("median", ranked[(len(ranked) - 1) // 2])):
         what = f"step of the model with the {which} ratio to Model.fit"
         record(args.results, what, f"{name} of the {SIZES}", times[name])
 
