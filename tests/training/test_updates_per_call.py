@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -332,29 +331,6 @@ def test_batches_may_hold_none(calls: list[int]) -> None:
     assert calls == [28]
 
 
-def test_slow_data_is_not_waited_for(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes a millisecond whenever it is read."""
-    now = 0.0
-
-    def passes(seconds: float = 1e-3) -> float:
-        nonlocal now
-        now += seconds
-        return now
-
-    def batches() -> Iterator[Any]:
-        x, y = data(50 * BATCH)
-        for i in range(50):
-            if i >= 30:
-                passes(0.3)
-            yield x[i * BATCH : (i + 1) * BATCH], y[i * BATCH : (i + 1) * BATCH]
-
-    monkeypatch.setattr(updates_per_call, "time", SimpleNamespace(perf_counter=passes))
-    monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 0.2)
-    monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 20)
-    run("auto", given=batches(), data__prefetch=0)
-    assert calls == [10, 2]  # a batch is read ahead
-
-
 @pytest.mark.parametrize("nan", ["stop", "every third", "ignore"])
 def test_a_number_of_steps_per_call_and_a_loss_that_is_not_finite(
     calls: list[int], nan: str
@@ -431,6 +407,19 @@ def test_data_that_takes_longer_than_steps_is_made_while_they_run(
     assert seen == list(range(2000))
     assert max(sizes) > 9
     assert (sizes[-2] > 9) == (seconds < 0.002)
+
+
+def test_slow_data_is_not_waited_for(clock: Clock) -> None:
+    """From batch 500 on each takes longer than a call may, made while the one before is used."""
+    per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
+    source, ends, sizes = clock.batches(600, lambda i: 0.3 if i >= 499 else 0.0), [], []
+    while updates := per_call.take(source, None, lambda: None):
+        clock.now += 0.001 + 0.001 * len(updates)
+        per_call.end_call(updates, len(updates))
+        ends.append(int(updates[-1][-1].batch[0]))
+        sizes.append(len(updates))
+    assert max(sizes[:-100]) > 9
+    assert ends[-100:] == list(range(500, 600))
 
 
 def test_callbacks_between_calls_count_and_one_long_call_does_not(clock: Clock) -> None:
