@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,17 +159,33 @@ def _write_file(path: Path, pieces: list[Any]) -> dict[str, Any]:
             f"{path.name} would have {size} bytes, more than the limit for reading "
             f"({MOST_BYTES[path.name]}); the `state_dict` of callbacks must be smaller"
         )
-    digest = blake3()
     fault_point("before file", path)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
+    with _computed_checksum(pieces) as digest, os.fdopen(handle, "wb") as file:
         for piece in pieces:
-            digest.update(piece)
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
     fault_point("after file", path)
     return {"size": size, CHECKSUM: digest.hexdigest()}
+
+
+@contextmanager
+def _computed_checksum(pieces: list[Any]) -> Iterator[blake3]:
+    """The checksum of `pieces`, complete at the end of the context: computed in a thread, as
+    that takes as long as writing, and flushing leaves the processor idle."""
+    digest = blake3()
+
+    def compute() -> None:
+        for piece in pieces:
+            digest.update(piece)
+
+    thread = threading.Thread(target=compute, name="ktrainer-checksum")
+    thread.start()
+    try:
+        yield digest
+    finally:
+        thread.join()
 
 
 def _publish(temporary: Path, path: Path) -> None:
