@@ -2,9 +2,9 @@
 
     python benchmarks/strong_scaling.py [--rounds 5] [--cases mlp pipeline slow ...]
 
-Each round predicts with `ktrainer plan --world`. In between, `ktrainer run` trains once with each
-number of processes, one thread a process, an epoch for each round. The table has medians over
-rounds: milliseconds of a step, and predicted over measured. `make bench` runs the case mlp.
+Each round predicts with `ktrainer plan --world`. In every other round `ktrainer run` trains two
+epochs with each number of processes, one thread a process. The table has medians over rounds and
+epochs: milliseconds of a step, and predicted over measured. `make bench` runs the case mlp.
 
 | case | model, batch of all processes | processes |
 |---|---|---|
@@ -74,6 +74,7 @@ with Trainer.from_cli(argv=sys.argv[4:], callbacks=[Clock()]) as trainer:
 WORDS = ("logging.progress=none", "seed=1", "trainer.steps_per_call=1", "data.batch_size=256")
 DATA_PARALLEL = ("backend=data_parallel", *WORDS)
 PIPELINE = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=8", *WORDS)
+EPOCHS = 2  # of a run, of which there is one in as many rounds
 LATENCY = "60us"  # of namespaces, through TCP; where the network is given
 
 
@@ -146,10 +147,10 @@ class Programs:
         rows = [line.split() for line in out.splitlines() if re.match(r" *\d+ +\d+ +[\d.]+ ", line)]
         return {int(row[0]): float(row[8]) for row in rows}
 
-    def measured(self, processes: int, epochs: int) -> list[float]:
+    def measured(self, processes: int) -> list[float]:
         """Milliseconds of a step in each epoch of one run."""
         where = self._on_hosts() if self.hosts is not None else ["-n", str(processes)]
-        words = [str(self._script), *self._words, f"trainer.epochs={epochs}"]
+        words = [str(self._script), *self._words, f"trainer.epochs={EPOCHS}"]
         out = self._ktrainer("run", *where, "--threads=1", *words)
         return [float(word) for word in out.partition("medians")[2].split()]
 
@@ -192,8 +193,9 @@ def compare(case: Case, rounds: int) -> dict[int, tuple[list[float], list[float]
                 predicted = programs.predicted()
                 for processes in case.worlds:
                     found[processes][0].append(predicted[processes])
-                for processes in case.worlds[round_::rounds]:
-                    found[processes][1].extend(programs.measured(processes, rounds))
+                if round_ % EPOCHS == 0:
+                    for processes in case.worlds:
+                        found[processes][1].extend(programs.measured(processes))
         finally:
             programs.close()
     return found
