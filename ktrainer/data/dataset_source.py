@@ -1,4 +1,4 @@
-"""tf.data pipelines as sources; a replica's slice is cut in the pipeline, off the critical path."""
+"""tf.data pipelines as sources: their order, their state, and a replica's piece of each batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from ktrainer.data.batch_cutting import cut_in_graph, is_of_arrays, piece_of, piece_of_cut
+from ktrainer.data.batch_cutting import (
+    cut_in_graph,
+    has_numbers_alone,
+    piece_from_graph,
+    piece_of,
+)
 from ktrainer.data.batch_source import (
     Piece,
     Source,
@@ -84,7 +90,9 @@ class DatasetSource(Source):
         self._dataset, self._prefetch = dataset, prefetch
         self._replica, self._replicas = slicing(world, sliced)
         self._cut = compared(world, sliced)
-        self._cuts_in_pipeline = self._cut and not is_of_arrays(dataset.element_spec)
+        # Whole batches that are prefetched only for this would make states larger.
+        fits = has_numbers_alone(dataset.element_spec) and _is_prefetched(dataset)
+        self._cuts_in_pipeline = self._cut and not fits
         self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
@@ -102,7 +110,7 @@ class DatasetSource(Source):
         self._empty: tf.data.Dataset | None = None  # one without elements
         self._freeing: list[threading.Thread] = []  # threads that free iterators
         self._skipped = 0  # batches that its pipeline skips
-        self._restored: deque[Piece] = deque()  # that were read ahead of a state
+        self._restored: deque[Piece] = deque()  # pieces that were read ahead of a state
         self._ahead: Prefetcher | None = None
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
@@ -120,7 +128,7 @@ class DatasetSource(Source):
         try:
             set_state(self._iterator, state)
             spec = (self._dataset.element_spec, _COUNT_AND_DIGESTS)
-            self._restored = deque(map(_from_element, from_bytes(ahead, spec)))
+            self._restored = deque(map(_piece_from_tensors, from_bytes(ahead, spec)))
         except tf.errors.OpError as error:
             raise CheckpointError(
                 "the tf.data pipeline is not the one that the checkpoint was made with, so that "
@@ -148,7 +156,7 @@ class DatasetSource(Source):
             state = state_of(self._iterator)
         if state is None or self._lacks_shuffle(state):
             return None
-        ahead = to_bytes([_to_element(piece) for piece in (*unread, *self._restored)])
+        ahead = to_bytes([_piece_to_tensors(piece) for piece in (*unread, *self._restored)])
         return _HEAD.pack(self._skipped, len(ahead)) + ahead + state
 
     def _lacks_shuffle(self, state: bytes) -> bool:
@@ -270,14 +278,16 @@ class DatasetSource(Source):
             yield from ahead
 
     def _piece(self, element: Any) -> Piece:
-        """This replica's piece, of which the pipeline may have taken its rows."""
+        """This replica's piece of an element, which the pipeline may have cut already."""
         if not self._cut:
             return Piece(element, count_rows(element))
-        take = piece_of_cut if self._cuts_in_pipeline else piece_of
-        return take(element, self._replica, self._replicas)
+        if self._cuts_in_pipeline:
+            return piece_from_graph(element, self._replica, self._replicas)
+        arrays = tf.nest.map_structure(np.asarray, element)  # which share its memory
+        return piece_of(arrays, self._replica, self._replicas)
 
     @tf.autograph.experimental.do_not_convert  # which takes 0.3 s
-    def _slice(self, replica: int | tf.Tensor, *parts: Any) -> tuple[Any, tf.Tensor]:
+    def _cut_element(self, replica: int | tf.Tensor, *parts: Any) -> tuple[Any, tf.Tensor]:
         # tf.data spreads tuples over the arguments, and nothing else.
         batch = parts if isinstance(self._dataset.element_spec, tuple) else parts[0]
         return cut_in_graph(batch, replica, self._replicas)
@@ -296,8 +306,8 @@ class DatasetSource(Source):
             return self._whole
         dataset = self._after(self._dataset, skip)
         if self._cuts_in_pipeline:
-            dataset = dataset.map(partial(self._slice, self._replica))
-        if self._prefetch and "Prefetch" not in type(dataset).__name__:
+            dataset = dataset.map(partial(self._cut_element, self._replica))
+        if self._prefetch and (self._cuts_in_pipeline or not _is_prefetched(self._dataset)):
             dataset = dataset.prefetch(self._prefetch)
         if not skip:
             self._whole = dataset
@@ -312,12 +322,16 @@ class DatasetSource(Source):
         return dataset.skip(skip)
 
 
-def _to_element(piece: Piece) -> tuple[Any, tf.Tensor]:
+def _is_prefetched(dataset: tf.data.Dataset) -> bool:
+    return "Prefetch" in type(dataset).__name__
+
+
+def _piece_to_tensors(piece: Piece) -> tuple[Any, tf.Tensor]:
     return piece.batch, tf.constant([piece.rows, *piece.digests], tf.int64)
 
 
-def _from_element(element: tuple[Any, tf.Tensor]) -> Piece:
-    batch, (rows, *digests) = element[0], element[1].numpy().tolist()
+def _piece_from_tensors(tensors: tuple[Any, tf.Tensor]) -> Piece:
+    batch, (rows, *digests) = tensors[0], tensors[1].numpy().tolist()
     return Piece(batch, rows, tuple(digests))
 
 

@@ -160,11 +160,11 @@ class ServiceSource(DatasetSource):
             replicas = self._replicas
             dataset = dataset.flat_map(
                 lambda *parts: tf.data.Dataset.range(replicas).map(
-                    lambda replica: self._slice(replica, *parts)
+                    lambda replica: self._cut_element(replica, *parts)
                 )
             )
         elif self._cut:
-            dataset = dataset.map(partial(self._slice, self._replica))
+            dataset = dataset.map(partial(self._cut_element, self._replica))
         if not self._round_robin:
             mode = tf.data.experimental.service.ShardingPolicy.DYNAMIC
             return lambda: distribute(dataset, share.address, mode, job=job)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,27 @@ def test_round_trip_is_exact_to_the_bit(tmp_path) -> None:
     assert state["progress"] == STATE["progress"]
     assert np.isnan(state["history"]["loss"][0])
     np.testing.assert_array_equal(state["history"]["vector"][0], np.float32([1, 2]))
+
+
+def test_an_error_of_the_checksum_ends_the_save(tmp_path: Path, monkeypatch: Any) -> None:
+    class Broken:
+        def update(self, piece: Any) -> None:
+            raise MemoryError("no memory for the checksum")
+
+    monkeypatch.setattr(format_module, "blake3", Broken)
+    with pytest.raises(MemoryError, match="for the checksum"):
+        write(tmp_path / "step-00000007")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_checksum_needs_no_thread(tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        path = write(tmp_path / "step-00000007")
+    assert list(read_checkpoint(path)[0]) == list(ARRAYS)
 
 
 def test_others_can_read_the_shards(tmp_path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -23,11 +24,16 @@ def batches(count: int, batch: int = 32) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(numbered(count)).batch(batch)
 
 
+@pytest.mark.parametrize("prefetched", [False, True])
 @pytest.mark.parametrize(
     ("count", "batch", "size"), [(241, 32, 3), (9, 4, 5), (6, 6, 2), (1, 8, 3)]
 )
-def test_the_slices_of_all_ranks_are_the_batches(count: int, batch: int, size: int) -> None:
-    local_batches = [list(feed(batches(count, batch), r, size).epoch(0)) for r in range(size)]
+def test_the_slices_of_all_ranks_are_the_batches(
+    count: int, batch: int, size: int, prefetched: bool
+) -> None:
+    data = batches(count, batch)
+    data = data.prefetch(2) if prefetched else data
+    local_batches = [list(feed(data, r, size).epoch(0)) for r in range(size)]
     joined = [flat(step) for step in zip(*[rows(s) for s in local_batches], strict=True)]
     assert joined == [y.numpy().tolist() for _, y in batches(count, batch)]
     for step in zip(*local_batches, strict=True):
@@ -41,7 +47,7 @@ def test_structures_and_composites_are_sliced() -> None:
     dataset = tf.data.Dataset.from_tensor_slices(data).batch(4)
     for rank, numbers in enumerate(([[0, 1], [4]], [[2, 3], [5]])):
         local_batches = list(feed(dataset, rank, 2).epoch(0))
-        assert [list(s.batch["deep"][0]) for s in local_batches] == numbers
+        assert [s.batch["deep"][0].numpy().tolist() for s in local_batches] == numbers
         for local_batch, want in zip(local_batches, numbers, strict=True):
             np.testing.assert_array_equal(
                 local_batch.batch["r"].to_tensor(), ragged.to_tensor().numpy()[want]
@@ -49,7 +55,42 @@ def test_structures_and_composites_are_sliced() -> None:
             np.testing.assert_array_equal(
                 tf.sparse.to_dense(local_batch.batch["s"]), np.eye(6)[want]
             )
-            assert local_batch.batch["deep"][1].dtype == np.float64
+            assert local_batch.batch["deep"][1].dtype == tf.float64
+
+
+@pytest.mark.parametrize("kind", ["numbers", "text", "ragged"])
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_numbers_that_are_prefetched_are_cut_outside_of_the_pipeline(
+    kind: str, prefetched: bool
+) -> None:
+    x = tf.range(7)
+    data: dict[str, Any] = {"half": tf.cast(x, tf.bfloat16), "flag": x > 4}
+    if kind != "numbers":
+        ragged = tf.RaggedTensor.from_row_lengths(x, [1] * 7)
+        data[kind] = tf.strings.as_string(x) if kind == "text" else ragged
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(4)
+    dataset = dataset.prefetch(1) if prefetched else dataset
+    for rank, numbers in enumerate(([[0, 1], [4, 5]], [[2, 3], [6]])):
+        for each, want in zip(feed(dataset, rank, 2).epoch(0), numbers, strict=True):
+            outside = isinstance(each.batch["half"], np.ndarray)
+            assert outside == (prefetched and kind == "numbers")
+            assert np.asarray(each.batch["half"]).astype(int).tolist() == want
+            assert np.asarray(each.batch["flag"]).tolist() == [n > 4 for n in want]
+
+
+def test_batches_that_are_not_prefetched_are_kept_in_part_by_a_state() -> None:
+    x = np.random.default_rng(0).random((64, 1000), np.float32)  # which compresses badly
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    two_batches = 2 * 8 * x[0].nbytes
+    for size in (1, 4):
+        made = feed(dataset, 0, size)
+        local_batches = made.epoch(0)
+        next(local_batches)
+        until = time.monotonic() + 30
+        while len(state := made.state(inside_epoch=True) or b"") <= 0.8 * two_batches / size:
+            assert time.monotonic() < until, "two batches are read ahead"
+            time.sleep(0.01)
+        assert len(state) < (1.1 if size == 1 else 0.6) * two_batches  # TensorFlow adds a buffer
 
 
 def test_epochs_after_the_first_open_the_same_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,14 +354,14 @@ def test_class_weights() -> None:
 
 
 def test_empty_batches_are_skipped() -> None:
-    data = batches(20, 4).map(lambda x, y: (x[y % 8 > 3], y[y % 8 > 3]))
+    dense = batches(20, 4).map(lambda x, y: (x[y % 8 > 3], y[y % 8 > 3]))
+    ragged = dense.map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))
     whole = [[4, 5, 6, 7], [12, 13, 14, 15]]
     for size in (1, 2):
-        assert rows(feed(data, 0, size).epoch(0)) == [row[: 4 // size] for row in whole]
-        # A resume counts those that have rows.
-        assert rows(feed(data, 0, size).epoch(0, skip=1)) == [whole[1][: 4 // size]]
-    ragged = data.map(lambda x, y: (tf.RaggedTensor.from_tensor(x), y))
-    assert rows(feed(ragged, 0, 1).epoch(0, skip=1)) == whole[1:]
+        for data in (dense, dense.prefetch(1), ragged):
+            assert rows(feed(data, 0, size).epoch(0)) == [row[: 4 // size] for row in whole]
+            # A resume counts those that have rows.
+            assert rows(feed(data, 0, size).epoch(0, skip=1)) == [whole[1][: 4 // size]]
 
 
 @pytest.mark.parametrize(
@@ -345,6 +386,10 @@ def test_a_shard_does_not_cut_what_has_no_common_rows() -> None:
     for shard in ("element", "batch"):
         with pytest.raises((DataError, tf.errors.InvalidArgumentError), match="not examples"):
             rows(feed(graphs(nodes=4), 0, 2, shard=shard).epoch(0))
+    for edges in (6, 0):  # cut outside of the pipeline
+        some = graphs(nodes=4).map(lambda x, y, n=edges: (x | {"edges": x["edges"][:n]}, y))
+        with pytest.raises(DataError, match=f"edges: {edges}, x/nodes: 4"):
+            rows(feed(some.prefetch(1), 0, 2).epoch(0))
     assert rows(feed(graphs(nodes=6), 0, 2, shard="element").epoch(0)) == [[0, 1, 2], [3, 4, 5]]
     whole = feed(graphs(nodes=4), 0, 2, shard="element", batch="per_worker").epoch(0)
     assert [each.batch[1].shape for each in whole] == [(6,)]

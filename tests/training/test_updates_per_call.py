@@ -410,7 +410,7 @@ def test_data_that_takes_longer_than_steps_is_made_while_they_run(
 
 
 def test_slow_data_is_not_waited_for(clock: Clock) -> None:
-    """From batch 500 on each takes longer than a call may, made while the one before is used."""
+    """From batch 500 on, each is waited for longer than a call may take."""
     per_call = updates_per_call.UpdatesPerCall("auto", lambda: True)
     source, ends, sizes = clock.batches(600, lambda i: 0.3 if i >= 499 else 0.0), [], []
     while updates := per_call.take(source, None, lambda: None):

@@ -161,7 +161,7 @@ def _write_file(path: Path, pieces: list[Any]) -> dict[str, Any]:
         )
     fault_point("before file", path)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with _computed_checksum(pieces) as digest, os.fdopen(handle, "wb") as file:
+    with os.fdopen(handle, "wb") as file, _checksum_of(pieces) as digest:
         for piece in pieces:
             file.write(piece)
         file.flush()
@@ -171,21 +171,32 @@ def _write_file(path: Path, pieces: list[Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _computed_checksum(pieces: list[Any]) -> Iterator[blake3]:
-    """The checksum of `pieces`, complete at the end of the context: computed in a thread, as
-    that takes as long as writing, and flushing leaves the processor idle."""
-    digest = blake3()
+def _checksum_of(pieces: list[Any]) -> Iterator[blake3]:
+    """The checksum of `pieces`, complete when the context ends.
+
+    A thread computes it: that takes as long as writing, and flushing leaves a processor idle.
+    """
+    digest, errors = blake3(), list[BaseException]()
 
     def compute() -> None:
-        for piece in pieces:
-            digest.update(piece)
+        try:
+            for piece in pieces:
+                digest.update(piece)
+        except BaseException as error:
+            errors.append(error)
 
     thread = threading.Thread(target=compute, name="ktrainer-checksum")
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads can be started, as while Python ends
+        compute()
     try:
         yield digest
     finally:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _publish(temporary: Path, path: Path) -> None:
