@@ -74,7 +74,8 @@ with Trainer.from_cli(argv=sys.argv[4:], callbacks=[Clock()]) as trainer:
 WORDS = ("logging.progress=none", "seed=1", "trainer.steps_per_call=1", "data.batch_size=256")
 DATA_PARALLEL = ("backend=data_parallel", *WORDS)
 PIPELINE = ("backend=pipeline", "backend.partitions=2", "backend.microbatches=8", *WORDS)
-EPOCHS = 2  # of a run, of which there is one in as many rounds
+EPOCHS = 2  # of a run
+ROUNDS_PER_RUN = 2  # a run is made in every second round
 LATENCY = "60us"  # of namespaces, through TCP; where the network is given
 
 
@@ -193,7 +194,7 @@ def compare(case: Case, rounds: int) -> dict[int, tuple[list[float], list[float]
                 predicted = programs.predicted()
                 for processes in case.worlds:
                     found[processes][0].append(predicted[processes])
-                if round_ % EPOCHS == 0:
+                if round_ % ROUNDS_PER_RUN == 0:
                     for processes in case.worlds:
                         found[processes][1].extend(programs.measured(processes))
         finally:

@@ -8,7 +8,6 @@ source_feed.py         batches of a source:
 replicated_feed.py     - that every rank runs in full, each taking its slice
 per_replica_feed.py    - that differ from replica to replica
 batch_source.py        the interface of sources; python_source.py: of those made by Python
-batch_cutting.py       one replica's rows of a batch, and digests of all of it
 dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
 one_shot_iterator.py   a generator that several calls read
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state

@@ -52,8 +52,10 @@ def batch_facts(batch: Any) -> dict[str, str]:
 def tensor_digest(value: Any) -> tf.Tensor:
     """Like `batch_digest`, of TensorFlow ops, to run inside a tf.data pipeline.
 
-    Takes dense, sparse or ragged tensors of any dtype; gives an int64 scalar.
+    Takes dense, sparse or ragged tensors of any dtype, or None; gives an int64 scalar.
     """
+    if value is None:
+        return tf.constant(0, tf.int64)
     texts = []
     for part in tf.nest.flatten(value, expand_composites=True):
         flat = tf.reshape(part, [-1])

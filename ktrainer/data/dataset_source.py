@@ -1,4 +1,4 @@
-"""tf.data pipelines as sources: their order, their state, and a replica's piece of each batch."""
+"""tf.data pipelines as sources; a replica's slice is cut in the pipeline, off the critical path."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weight_map_fn
 
-from ktrainer.data.batch_cutting import (
-    cut_in_graph,
-    has_numbers_alone,
-    piece_from_graph,
-    piece_of,
-)
 from ktrainer.data.batch_source import (
     Piece,
     Source,
@@ -30,6 +22,7 @@ from ktrainer.data.batch_source import (
     slicing,
 )
 from ktrainer.data.batch_specs import any_rows
+from ktrainer.data.data_digests import tensor_digest
 from ktrainer.data.dataset_iterator import (
     elements,
     free,
@@ -45,7 +38,13 @@ from ktrainer.data.dataset_shuffles import (
     shuffles,
     shuffles_without_seed,
 )
-from ktrainer.data.local_batch import count_rows, rows_in_graph
+from ktrainer.data.local_batch import (
+    count_rows,
+    graph_slice,
+    leaf_names,
+    not_examples,
+    rows_in_graph,
+)
 from ktrainer.data.prefetch_thread import Prefetcher, on_device
 from ktrainer.data.stage_times import slowest_in_pipeline
 from ktrainer.distributed.world import World
@@ -56,7 +55,6 @@ _BETWEEN_PASSES = 0.2  # seconds that a state is waited for
 _READ_AHEAD = 30.0  # seconds that a state waits for the batch that is being read
 # The start of a state: how many batches the pipeline skips, and bytes of those read ahead.
 _HEAD = struct.Struct("<qq")
-_COUNT_AND_DIGESTS = tf.TensorSpec([None], tf.int64)
 
 
 class DatasetSource(Source):
@@ -90,9 +88,6 @@ class DatasetSource(Source):
         self._dataset, self._prefetch = dataset, prefetch
         self._replica, self._replicas = slicing(world, sliced)
         self._cut = compared(world, sliced)
-        # Whole batches that are prefetched only for this would make states larger.
-        fits = has_numbers_alone(dataset.element_spec) and _is_prefetched(dataset)
-        self._cuts_in_pipeline = self._cut and not fits
         self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
@@ -110,7 +105,7 @@ class DatasetSource(Source):
         self._empty: tf.data.Dataset | None = None  # one without elements
         self._freeing: list[threading.Thread] = []  # threads that free iterators
         self._skipped = 0  # batches that its pipeline skips
-        self._restored: deque[Piece] = deque()  # pieces that were read ahead of a state
+        self._restored: deque[Any] = deque()  # elements that were read ahead of a state
         self._ahead: Prefetcher | None = None
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
@@ -127,8 +122,7 @@ class DatasetSource(Source):
         # would all later epochs.
         try:
             set_state(self._iterator, state)
-            spec = (self._dataset.element_spec, _COUNT_AND_DIGESTS)
-            self._restored = deque(map(_piece_from_tensors, from_bytes(ahead, spec)))
+            self._restored = deque(from_bytes(ahead, self._opened_pipeline.element_spec))
         except tf.errors.OpError as error:
             raise CheckpointError(
                 "the tf.data pipeline is not the one that the checkpoint was made with, so that "
@@ -156,7 +150,7 @@ class DatasetSource(Source):
             state = state_of(self._iterator)
         if state is None or self._lacks_shuffle(state):
             return None
-        ahead = to_bytes([_piece_to_tensors(piece) for piece in (*unread, *self._restored)])
+        ahead = to_bytes([*unread, *self._restored])
         return _HEAD.pack(self._skipped, len(ahead)) + ahead + state
 
     def _lacks_shuffle(self, state: bytes) -> bool:
@@ -247,54 +241,40 @@ class DatasetSource(Source):
             self._opened += 1
 
     def _pieces(self, taken: int) -> Iterator[Piece]:
-        pieces = self._read()
+        values = self._read()
         try:
-            with closing(pieces):
-                for piece in pieces:
-                    if piece.rows:
-                        taken += 1
-                        yield piece
+            with closing(values):
+                for piece in self._cut_pieces(values) if self._cut else self._whole_pieces(values):
+                    taken += 1
+                    yield piece
         finally:  # a reader that knows the number of batches does not ask for one more
             if taken == self.num_batches:
                 self._open_up_to(self._opened_before + self.openings)
 
-    def _read(self) -> Generator[Piece, None, None]:
-        """The pieces of the open pipeline after those of its state, copied ahead."""
+    def _read(self) -> Generator[Any, None, None]:
+        """The elements of the open pipeline after those of its state, copied ahead."""
         restored, values = self._restored, self._values
 
-        def pieces_left() -> Iterator[Piece]:
+        def elements_left() -> Iterator[Any]:
             while restored:
                 yield restored.popleft()
-            for element in itertools.chain(values):  # which is not closed with this generator
-                yield self._piece(element)
+            yield from itertools.chain(values)  # which is not closed with this generator
 
         if self._device is None:
-            yield from pieces_left()
+            yield from elements_left()
             return
-        copied = map(self._copied, pieces_left())
+        copied = map(self._copied, elements_left())
         # A wait that ended within an update would leave a state without what was taken of it.
         with closing(Prefetcher(copied, 1, "device", checked=False)) as ahead:
             self._ahead = ahead
             yield from ahead
 
-    def _piece(self, element: Any) -> Piece:
-        """This replica's piece of an element, which the pipeline may have cut already."""
-        if not self._cut:
-            return Piece(element, count_rows(element))
-        if self._cuts_in_pipeline:
-            return piece_from_graph(element, self._replica, self._replicas)
-        arrays = tf.nest.map_structure(np.asarray, element)  # which share its memory
-        return piece_of(arrays, self._replica, self._replicas)
-
-    @tf.autograph.experimental.do_not_convert  # which takes 0.3 s
-    def _cut_element(self, replica: int | tf.Tensor, *parts: Any) -> tuple[Any, tf.Tensor]:
-        # tf.data spreads tuples over the arguments, and nothing else.
-        batch = parts if isinstance(self._dataset.element_spec, tuple) else parts[0]
-        return cut_in_graph(batch, replica, self._replicas)
-
-    def _copied(self, piece: Piece) -> Piece:
+    def _copied(self, element: Any) -> Any:
         assert self._device is not None
-        return piece._replace(batch=on_device(piece.batch, self._device))
+        if not self._cut:
+            return on_device(element, self._device)
+        batch, facts = element
+        return on_device(batch, self._device), facts
 
     def _pipeline(self, skip: int) -> tf.data.Dataset:
         """The pipeline after `skip` batches; one that skips none is made once.
@@ -305,9 +285,9 @@ class DatasetSource(Source):
         if not skip and self._whole is not None:
             return self._whole
         dataset = self._after(self._dataset, skip)
-        if self._cuts_in_pipeline:
-            dataset = dataset.map(partial(self._cut_element, self._replica))
-        if self._prefetch and (self._cuts_in_pipeline or not _is_prefetched(self._dataset)):
+        if self._cut:
+            dataset = dataset.map(self._slice)
+        if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
             dataset = dataset.prefetch(self._prefetch)
         if not skip:
             self._whole = dataset
@@ -321,18 +301,38 @@ class DatasetSource(Source):
             dataset = dataset.filter(_has_rows)
         return dataset.skip(skip)
 
+    @tf.autograph.experimental.do_not_convert  # which takes 0.3 s
+    def _slice(self, *parts: Any) -> tuple[Any, tf.Tensor]:
+        """This replica's rows, and `[rows of each array, digest of each leaf]` of all of it."""
+        # tf.data spreads tuples over the arguments, and nothing else.
+        batch = parts if isinstance(self._dataset.element_spec, tuple) else parts[0]
+        leaves = tf.nest.flatten(batch)
+        rows = [rows_in_graph(leaf) for leaf in leaves if leaf is not None]
+        facts = tf.stack([*rows, *(tensor_digest(leaf) for leaf in leaves)])
+        return tf.nest.map_structure(self._local_rows, batch), facts
 
-def _is_prefetched(dataset: tf.data.Dataset) -> bool:
-    return "Prefetch" in type(dataset).__name__
+    def _local_rows(self, leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        return graph_slice(leaf, rows_in_graph(leaf), self._replica, self._replicas)
 
+    def _cut_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
+        for batch, facts in iterator:
+            values, leaves = facts.numpy().tolist(), tf.nest.flatten(batch)
+            counts, digests = values[: -len(leaves)], values[-len(leaves) :]
+            if self._replicas > 1 and len(set(counts)) > 1:
+                named_leaves = zip(leaf_names(batch), leaves, strict=True)
+                names = [name for name, leaf in named_leaves if leaf is not None]
+                named = dict(zip(names, counts, strict=True))
+                raise not_examples(named, self._replica, self._replicas)
+            if rows := counts[0] or max(counts):  # as `count_rows`
+                yield Piece(batch, rows, tuple(digests))
 
-def _piece_to_tensors(piece: Piece) -> tuple[Any, tf.Tensor]:
-    return piece.batch, tf.constant([piece.rows, *piece.digests], tf.int64)
-
-
-def _piece_from_tensors(tensors: tuple[Any, tf.Tensor]) -> Piece:
-    batch, (rows, *digests) = tensors[0], tensors[1].numpy().tolist()
-    return Piece(batch, rows, tuple(digests))
+    def _whole_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
+        for batch in iterator:
+            rows = count_rows(batch)
+            if rows:
+                yield Piece(batch, rows)
 
 
 def calls_python(dataset: tf.data.Dataset) -> bool:
@@ -345,8 +345,8 @@ def calls_python(dataset: tf.data.Dataset) -> bool:
 
 @tf.autograph.experimental.do_not_convert
 def _has_rows(*batch: Any) -> tf.Tensor:
-    first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
-    return rows_in_graph(first) > 0
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    return tf.reduce_any([rows_in_graph(leaf) > 0 for leaf in leaves])
 
 
 def _rank_known(spec: Any) -> bool:

@@ -82,11 +82,17 @@ def _names(prefix: str, part: Any) -> Iterator[str]:
 
 
 def count_rows(batch: Any) -> int:
-    """Rows of a batch of concrete tensors or arrays."""
-    for leaf in tf.nest.flatten(batch):
-        if leaf is not None:
-            return int(leaf._shape_tuple()[0] if isinstance(leaf, tf.Tensor) else leaf.shape[0])
-    raise DataError("a batch holds no tensors at all")
+    """Rows of a batch of concrete tensors or arrays: of its first part, unless that is empty, as
+    the edges of a graph without edges, else of the longest."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    if not leaves:
+        raise DataError("a batch holds no tensors at all")
+    return _rows(leaves[0]) or max(map(_rows, leaves))
+
+
+def _rows(leaf: Any) -> int:
+    shape = leaf._shape_tuple() if isinstance(leaf, tf.Tensor) else leaf.shape
+    return int(shape[0]) if len(shape) else 0
 
 
 def require_examples(batch: Any, rank: int, size: int, advice: str = _PER_WORKER) -> None:

@@ -14,7 +14,6 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
     scipy_sparse_to_tf_sparse,
 )
 
-from ktrainer.data.batch_cutting import piece_of
 from ktrainer.data.batch_source import (
     Piece,
     Source,
@@ -23,7 +22,8 @@ from ktrainer.data.batch_source import (
 )
 from ktrainer.data.batch_specs import require_same_structure, spec_of, widen
 from ktrainer.data.data_arguments import class_weights, lists_to_tuples
-from ktrainer.data.local_batch import count_rows
+from ktrainer.data.data_digests import batch_digest
+from ktrainer.data.local_batch import count_rows, take_slice
 from ktrainer.data.prefetch_thread import Prefetcher, on_device, prefetched
 from ktrainer.data.stage_times import StageTimes
 from ktrainer.distributed.world import World
@@ -101,9 +101,11 @@ class PythonSource(Source):
                     yield piece
 
     def _piece(self, whole: Any) -> Piece:
-        if not self._cut:
-            return Piece(whole, count_rows(whole))
-        return piece_of(whole, self._replica, self._replicas)
+        rows = count_rows(whole)
+        if not (self._cut and rows):
+            return Piece(whole, rows)
+        digests = tuple(batch_digest(leaf) for leaf in tf.nest.flatten(whole))
+        return Piece(take_slice(whole, rows, self._replica, self._replicas), rows, digests)
 
     def slow_stage(self) -> str | None:
         return self._times.slowest()

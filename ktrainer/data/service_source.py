@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -84,7 +83,6 @@ class ServiceSource(DatasetSource):
             device=device,
         )
         self.shuffles = False  # not here
-        self._cuts_in_pipeline = self._cut  # the service sends no more than is used
         require_sendable(self._dataset)
         self._share = _share(service, world, round_robin)
         self._turns = self._share.consumer is not None
@@ -160,11 +158,11 @@ class ServiceSource(DatasetSource):
             replicas = self._replicas
             dataset = dataset.flat_map(
                 lambda *parts: tf.data.Dataset.range(replicas).map(
-                    lambda replica: self._cut_element(replica, *parts)
+                    lambda replica: self._slice_of(replica, *parts)
                 )
             )
         elif self._cut:
-            dataset = dataset.map(partial(self._cut_element, self._replica))
+            dataset = dataset.map(self._slice)
         if not self._round_robin:
             mode = tf.data.experimental.service.ShardingPolicy.DYNAMIC
             return lambda: distribute(dataset, share.address, mode, job=job)
@@ -172,6 +170,13 @@ class ServiceSource(DatasetSource):
         dataset = dataset.repeat() if self._turns else dataset
         off = tf.data.experimental.service.ShardingPolicy.OFF
         return lambda: distribute(dataset, share.address, off, job=job, consumer=share.consumer)
+
+    def _slice_of(self, replica: tf.Tensor, *parts: Any) -> Any:
+        own, self._replica = self._replica, replica
+        try:
+            return self._slice(*parts)
+        finally:
+            self._replica = own
 
     def _each_once(self, reader: ServiceReader, lost: int) -> Iterator[Any]:
         """The elements that this rank gets; TensorFlow leaves out those of a failed worker."""
