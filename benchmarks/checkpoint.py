@@ -39,7 +39,7 @@ from ktrainer.checkpoint.contents.restore_state import assign_state, pair_variab
 from ktrainer.distributed import SingleWorld
 from ktrainer.state.progress import Progress
 
-ROUNDS = 15  # the same write takes 0.2 to 0.6 s
+ROUNDS = 15  # single saves, and `dd`, take 0.2 to 0.6 s
 STEPS, EVERY = 60, 10
 # What is recorded: by whom, and by which of the ways; the last is the bound.
 COMPARED = {
