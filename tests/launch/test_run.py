@@ -152,15 +152,21 @@ def test_scripts_end_as_under_python(way: str, script: Script) -> None:
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError", ""])
 def test_files_are_written_however_a_script_ends(end: str, script: Script, tmp_path: Path) -> None:
-    """Exit handlers are called, too; of a rank that fails beside others they are not."""
+    """Exit handlers are called, too; of a rank that fails beside others they are not.
+
+    A rank that another's failure ends on the way to its own writes nothing more.
+    """
     text = (
         f"import atexit, os, sys\nfile = open({str(tmp_path)!r} + f'/{{os.getpid()}}.txt', 'w')\n"
         "atexit.register(lambda: file.write(', 43'))\nfile.write('42')\n"
     )
     run(path := script(text + end))
-    assert [each.read_text() for each in tmp_path.glob("*.txt")] == ["42, 43"]
+    alone = list(tmp_path.glob("*.txt"))
+    assert [each.read_text() for each in alone] == ["42, 43"]
     run("-n", 2, path)
-    assert all(each.read_text().startswith("42") for each in tmp_path.glob("*.txt"))
+    texts = [each.read_text() for each in tmp_path.glob("*.txt") if each not in alone]
+    written = [text.startswith("42") for text in texts]
+    assert any(written) if end else written == [True, True]
 
 
 @pytest.mark.exhaustive
