@@ -225,9 +225,7 @@ def _parts(parts: tuple[Any, ...], dataset: tf.data.Dataset, size: int) -> tf.da
     rows = _common_rows(batch, size)
 
     def part(index: tf.Tensor) -> Any:
-        return tf.nest.map_structure(
-            lambda leaf: leaf if leaf is None else graph_slice(leaf, rows, index, size), batch
-        )
+        return graph_slice(batch, rows, index, size)
 
     return tf.data.Dataset.range(tf.minimum(rows, size)).map(part)
 

@@ -309,12 +309,9 @@ class DatasetSource(Source):
         leaves = tf.nest.flatten(batch)
         rows = [rows_in_graph(leaf) for leaf in leaves if leaf is not None]
         facts = tf.stack([*rows, *(tensor_digest(leaf) for leaf in leaves)])
-        return tf.nest.map_structure(self._local_rows, batch), facts
-
-    def _local_rows(self, leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        return graph_slice(leaf, rows_in_graph(leaf), self._replica, self._replicas)
+        if self._replicas == 1:  # batches are compared only
+            return batch, facts
+        return graph_slice(batch, rows[0], self._replica, self._replicas), facts
 
     def _cut_pieces(self, iterator: Iterator[Any]) -> Iterator[Piece]:
         for batch, facts in iterator:

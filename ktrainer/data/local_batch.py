@@ -163,12 +163,17 @@ def graph_bounds(rows: tf.Tensor, rank: Any, size: int) -> tuple[tf.Tensor, tf.T
     return rank * base + tf.minimum(rank, extra), base + tf.cast(rank < extra, tf.int64)
 
 
-def graph_slice(leaf: Any, rows: tf.Tensor, rank: Any, size: int) -> Any:
-    """`take_slice` of one tensor as TensorFlow ops."""
+def graph_slice(batch: Any, rows: tf.Tensor, rank: Any, size: int) -> Any:
+    """`take_slice` as TensorFlow ops; the caller checks that each part has so many rows."""
     start, count = graph_bounds(rows, rank, size)
     start, count = tf.where(count > 0, start, 0), tf.maximum(count, 1)
-    if isinstance(leaf, tf.SparseTensor):
+    stop = start + count
+
+    def of_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.SparseTensor):
+            return None if leaf is None else leaf[start:stop]
         others = leaf.dense_shape[1:]
         begin = tf.concat([[start], tf.zeros_like(others)], 0)
         return tf.sparse.slice(leaf, begin, tf.concat([[count], others], 0))
-    return leaf[start : start + count]
+
+    return tf.nest.map_structure(of_leaf, batch)

@@ -39,20 +39,12 @@ def parts_of(batch: Any, counts: tf.Tensor, count: int) -> list[tuple[Any, tf.Te
         rows = tf.cast(counts[0], tf.int64)
         return [
             (
-                _rows(batch, rows, number, count),
+                batch if count == 1 else graph_slice(batch, rows, number, count),
                 tf.cast(graph_bounds(rows, number, count)[1], tf.float64)
                 / tf.maximum(counts[1], 1.0),
             )
             for number in range(count)
         ]
-
-
-def _rows(batch: Any, rows: tf.Tensor, number: int, count: int) -> Any:
-    if count == 1:
-        return batch
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else graph_slice(leaf, rows, number, count), batch
-    )
 
 
 def spread(
