@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 import types
 
 import pytest
@@ -18,17 +17,17 @@ HEAVY = "{'tensorflow', 'keras', 'horovod', 'mpi4py', 'numpy', 'omegaconf'}"
 
 def test_help_is_quick_and_light():
     code = (
-        "import sys\nfrom ktrainer.cli.main import main\nassert main(['--help']) == 0\n"
+        "import sys, time\nfrom ktrainer.cli.main import main\nassert main(['--help']) == 0\n"
         f"assert not {HEAVY} & set(sys.modules), sorted(sys.modules)\n"
+        "print(time.process_time(), file=sys.stderr)\n"  # the machine may be busy
     )
     best = float("inf")
-    for _ in range(5):  # the machine may be busy with something else
-        start = time.perf_counter()
+    for _ in range(5):
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
         )
-        best = min(best, time.perf_counter() - start)
         assert done.returncode == 0, done.stderr
+        best = min(best, float(done.stderr))
         if best < 0.3:
             break
     assert best < 0.3

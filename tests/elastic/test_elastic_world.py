@@ -11,6 +11,7 @@ from tests.faults.test_healing import launch
 
 START = """
 import os, signal, sys, time
+from pathlib import Path
 from ktrainer.errors import DeadlineExceeded, PeerLost, WorldError
 from ktrainer.distributed import open_world
 from ktrainer.distributed.launcher_events import report_phase
@@ -18,7 +19,14 @@ from ktrainer.distributed.launcher_events import report_phase
 case = sys.argv[1]
 world = open_world(heal=True)
 report_phase(1, range(3))
-world.deadline = 2.0 if case == "stopped" else 20.0
+opened = [Path(__file__).with_name(f"opened-{rank}") for rank in range(3)]
+opened[world.rank].touch()
+while not all(path.exists() for path in opened):
+    time.sleep(0.01)
+world.deadline = 20.0
+if case == "stopped":
+    world.deadline = 3.0
+    type(world).answer_seconds = 2.5  # instead of a quarter of 3: the machine may be busy
 if world.rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP if case == "stopped" else signal.SIGKILL)
 """
@@ -29,6 +37,7 @@ try:
 except PeerLost as error:
     assert world.has_lost(error)
     world.record_interruption(error)  # MPI may have ended the request, or not
+world.deadline = 20.0
 try:
     world.barrier("before healing")
 except Exception as error:

@@ -113,18 +113,25 @@ def train(loop: Loop, at: Callable[[str, int], None] = lambda where, step: None)
             state.commit()
 
 
-def kills(faults: list[str]) -> Callable[[str, int], None]:
-    """What kills this process, at the places that the faults name."""
+def kills(faults: list[str], folder: Path) -> Callable[[str, int], None]:
+    """What kills this process, at the places that the faults name; before a commit, once all ranks
+    have come to it, which they tell one another in `folder`."""
     stable_rank = opened().world.stable_rank
     mine = [each.split(":") for each in faults if each.startswith(f"{stable_rank}:")]
 
     def at(where: str, step: int) -> None:
+        if where == "commit":
+            (folder / f"summed-{step}-{stable_rank}").touch()
         for _, when, place in mine:
             if place == where and step == int(when):
                 if where == "traced":
                     in_a_reduction()
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    return
+                end = time.monotonic() + 30
+                while where == "commit" and len([*folder.glob(f"summed-{step}-*")]) < hvd.size():
+                    assert time.monotonic() < end, "the others have not come to this commit"
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     return at
 
@@ -231,7 +238,7 @@ class Fit:
 def main() -> None:
     kind, path, *faults = sys.argv[1:]
     hvd.init(deadline=60)
-    at = kills(faults)
+    at = kills(faults, Path(path).parent)
     if kind == "fit":
         fit = Fit()
         hvd.elastic.run(lambda state: fit.train(at))(fit.state)

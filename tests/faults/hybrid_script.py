@@ -12,7 +12,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -55,19 +57,32 @@ class Dies(Callback):
 
     Args:
         rank, step, where: who, by its rank at the start, after which step, and where: `schedule`
-            is between microbatches, `update` once its own weights have changed, `saving` once it
-            has written its part of the state, because others have died.
+            is between microbatches, once all that die there have come, `update` once its own
+            weights have changed, `saving` once it has written its part of the state, because
+            others have died.
+        marks: of all that die in the schedule, by rank: a file that says that it is there.
     """
 
-    def __init__(self, rank: str, step: str, where: str) -> None:
+    def __init__(self, marks: dict[str, Path], rank: str, step: str, where: str) -> None:
         super().__init__()
         self.rank, self.step, self.where = int(rank), int(step), where
+        self.marks = marks
         self._received = 0  # tensors of other stages in this step
 
     def at(self, where: str) -> None:
         mine = where == self.where and self.world.stable_rank == self.rank
         if mine and self.progress.step >= self.step:
+            if where == "schedule":
+                self._meet()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _meet(self) -> None:
+        """Wait for all that die here: the first loss would end the schedule of the others."""
+        self.marks[str(self.rank)].touch()
+        end = time.monotonic() + 30
+        while not all(path.exists() for path in self.marks.values()):
+            assert time.monotonic() < end, "the others have not come to this schedule"
+            time.sleep(0.01)
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
@@ -112,7 +127,10 @@ def main() -> None:
     keras.config.set_floatx("float64")
     results, *faults = sys.argv[1:]
     now = faults[int(os.environ["KTRAINER_RESTART"]) :][:1]
-    deaths = [Dies(*who.split(":")) for word in now for who in word.split(",")]
+    words = [who.split(":") for word in now for who in word.split(",")]
+    together = [rank for rank, _, where in words if where == "schedule"]
+    marks = {rank: Path(results, f"at-schedule-{rank}") for rank in together}
+    deaths = [Dies(marks, *word) for word in words]
     found = train(f"{results}/run", deaths, *DISK)
     whole = train(f"{results}/whole", [], "checkpoint.every=1ba", "checkpoint.keep=20")
     print(json.dumps([one == other for one, other in zip(found, whole, strict=True)]), flush=True)

@@ -122,7 +122,7 @@ def test_an_error_while_healing_ends_the_run(tmp_path: Path) -> None:
     script = tmp_path / "raises.py"
     script.write_text(RAISES)
     words = ("backend=data_parallel", "data.batch_size=4", "run.dir=null")
-    ended = launch(tmp_path, "--heal", "--timeout", "60", "-n", "3", str(script), *words)
+    ended = launch(tmp_path, "--heal", "-n", "3", str(script), *words)
     assert ended.returncode == 1, ended.stderr
     assert "ValueError: of on_heal" in ended.stderr
 
@@ -158,7 +158,7 @@ def test_folders_that_a_lost_rank_still_holds_are_waited_for(tmp_path: Path) -> 
     script.write_text(LEAVES_A_CHILD)
     words = ["backend=data_parallel", "data.batch_size=4", "checkpoint.every=1ep"]
     words += [f"run.dir={tmp_path / 'run'}", "logging.progress=none"]
-    ended = launch(tmp_path, "--heal", "--timeout", "60", "-n", "2", str(script), *words)
+    ended = launch(tmp_path, "--heal", "-n", "2", str(script), *words)
     assert ended.returncode == 0, ended.stderr
     assert "rank 0 was lost; 1 rank continues" in ended.stderr
 
@@ -192,9 +192,19 @@ def miss(self, phase, *args, **kwargs):
 
 ElasticRecovery.commit = miss
 
+def updated(step, rank):
+    return Path(__file__).with_name(f"updated-{step}-{rank}")
+
 class Dies(Callback):
     def on_step_end(self, step, logs=None):
-        if (step, self.world.stable_rank) in ((9, 2), (15, 1)):
+        rank = self.world.stable_rank
+        if step in (9, 15):
+            updated(step, rank).touch()
+        if (step, rank) in ((9, 2), (15, 1)):
+            end = time.monotonic() + 30
+            while not all(updated(step, m.stable_rank).exists() for m in self.world.members):
+                assert time.monotonic() < end, "the others have not done this update"
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 class Calls(keras.metrics.Metric):
@@ -228,7 +238,7 @@ def test_metrics_lack_one_update_of_a_lost_rank(tmp_path: Path) -> None:
     not add up lacks more."""
     script = tmp_path / "counts.py"
     script.write_text(COUNTS)
-    words = ("--no-prefix", "--timeout", "60", "-n", "3", str(script))
+    words = ("--no-prefix", "-n", "3", str(script))
     settings = "backend=data_parallel data.batch_size=6 data.shuffle=false trainer.epochs=4"
     quiet = "logging.progress=none run.dir=null"
     ended = launch(tmp_path, "--heal", *words, *settings.split(), *quiet.split())

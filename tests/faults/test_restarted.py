@@ -64,6 +64,7 @@ found = train([Faults()])
 print("same", found == train([], run={"dir": "whole"}), flush=True)
 """
 WORDS = ("trainer.epochs=2", "data.batch_size=16", "logging.progress=none", "world.deadline=20")
+SAVES = ("checkpoint.every=2ba", "checkpoint.asynchronous=false")  # the faults come soon after one
 ARGS = ("--max-restarts", 3, "--backoff", 0.1)
 
 
@@ -77,7 +78,7 @@ def test_a_failed_group_resumes_from_its_last_checkpoint(
     start: Start, tmp_path: Path, engine: str, local: bool
 ) -> None:
     """In run folders that are named after the time; each rank with its own layers."""
-    words = (*WORDS, "backend=data_parallel", f"backend.engine={engine}", "checkpoint.every=2ba")
+    words = (*WORDS, "backend=data_parallel", f"backend.engine={engine}", *SAVES)
     words += ("backend.local_layers=[head]",) if local else ()
     path = tmp_path / "script.py"
     path.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{TRAINS}")
@@ -123,7 +124,7 @@ class Faults""",
         .replace('print("same", found == train([], run={"dir": "whole"}), flush=True)', "")
         + "print('end', flush=True)\n"
     )
-    words = (*SERVERS, *QUIET, *WORDS[:3], "checkpoint.every=2ba", f"run.dir={tmp_path / 'run'}")
+    words = (*SERVERS, *QUIET, *WORDS[:3], *SAVES, f"run.dir={tmp_path / 'run'}")
     words = (*LAUNCH, "--workers", 1, "--servers", 1, *ARGS, path, *words)
     launcher = start(*words)
     out, errors = launcher.communicate(timeout=150)

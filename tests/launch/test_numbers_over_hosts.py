@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from ktrainer import Trainer
 import keras
@@ -44,6 +45,10 @@ class Look(keras.callbacks.Callback):
         if epoch == 1:
             ports = subprocess.run(["ss", "-ltnHp"], capture_output=True, text=True).stdout
             (folder / f"listening-{os.getpid()}-{os.uname().nodename}").write_text(ports)
+            end = time.monotonic() + 40
+            while "HOLD" in os.environ and not Path(os.environ["HOLD"]).exists():
+                assert time.monotonic() < end, "the test has not looked"
+                time.sleep(0.01)
 
 for number, words in enumerate(backends):
     folder = Path(os.environ["RUN"], str(number))
@@ -159,7 +164,7 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
     words = ["script.py", "backend=tf_distribute", "backend.strategy=parameter_server"]
     words.append("backend.join=step")  # else workers do not wait for one another
     network = pair.addresses[0].rpartition(".")[0] + ".0/24"
-    tasks = []
+    hold, tasks = Path.cwd() / "looked", []
     for job, on in reversed(placed.items()):
         for index, host in enumerate(on):
             config = {"cluster": jobs, "task": {"type": job, "index": index}}
@@ -169,6 +174,7 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
                 "RUN": str(Path.cwd()),
                 "TF_CONFIG": json.dumps(config),
                 "KTRAINER_NETWORK": network,
+                "HOLD": str(hold),
             }
             python = warm_python_on(pair, **env)
             tasks.append(pair.start(host, python, *words, env=env, cwd=Path.cwd()))
@@ -177,6 +183,7 @@ def test_parameter_servers_on_two_hosts_have_the_numbers_of_one_process(
         assert time.monotonic() < deadline
         time.sleep(0.05)
     looked = [pair.run(host, "ss", "-ltnHp").stdout for host in (0, 1)]
+    hold.touch()
     ended = [task.communicate(timeout=60) for task in reversed(tasks)]
     assert [task.returncode for task in tasks] == [0] * 4, ended
     _check_numbers(Path("0"), alone)
