@@ -228,7 +228,7 @@ def unclear_rows() -> tuple[str, str, float, list[str]]:
 
     from ktrainer.errors import DeadlineExceeded, ModelError
 
-    with trainer("data_parallel", world__deadline=3) as it:
+    with trainer("data_parallel", world__deadline=20) as it:
         rows = tf.data.Dataset.from_tensor_slices(np.arange(7.0)[:, None])
         (part,) = it.distribute(rows.batch(7))
         shapes = statistics = ""

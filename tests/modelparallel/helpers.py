@@ -304,14 +304,17 @@ def one_fails(rank: int) -> str:
     with started(partitions=2, microbatches=2) as smp:
         model = model_of(smp.DistributedModel)
         x, y = (tf.constant(a[0]) for a in data())
+        fails = False
 
         @smp.step
         def body(x: Any, y: Any) -> Any:
             predicted = model(x)
-            if rank == 1:
+            if fails:
                 raise ValueError("rank 1 alone")
             return loss_of(y, predicted)
 
+        body(x, y)  # builds and compiles the model, which may take longer than the deadline
+        fails = rank == 1
         world = current_world()
         before, world.deadline = world.deadline, 5.0
         try:

@@ -15,7 +15,7 @@ from ktrainer.errors import DeadlineExceeded
 SECONDS = 20.0  # how long the late rank waits for the others' complaint
 
 
-def _late(rank: int, model: str, where: tuple[str, str], folder: str) -> None:
+def _late(rank: int, model: str, rows: int, where: tuple[str, str], folder: str) -> None:
     """Train with a rank that, from the second step on, does not do `where` until told."""
     from importlib import import_module
 
@@ -51,8 +51,7 @@ def _late(rank: int, model: str, where: tuple[str, str], folder: str) -> None:
         Trainer(overrides=words, callbacks=[Deadline()]) as trainer,
     ):
         try:
-            # The second batch has microbatches of another size.
-            trainer.fit(BUILD[model], dataset(data_of(model, 38), 38, 20))
+            trainer.fit(BUILD[model], dataset(data_of(model, rows), rows, 20))
         except DeadlineExceeded:
             told.touch()
             raise
@@ -60,12 +59,13 @@ def _late(rank: int, model: str, where: tuple[str, str], folder: str) -> None:
 
 @pytest.mark.quick("shapes")
 @pytest.mark.parametrize(
-    ("size", "rank", "model", "where", "what"),
+    ("size", "rank", "model", "rows", "where", "what"),
     [
         (
             2,
             1,
             "plain",
+            38,  # the second batch has microbatches of another size
             ("backends.pipeline.runtime.transport", "Transport.send_object"),
             "what the loss depends on",
         ),
@@ -73,6 +73,7 @@ def _late(rank: int, model: str, where: tuple[str, str], folder: str) -> None:
             2,
             1,
             "masked",
+            40,  # the second batch compiles nothing
             ("backends.pipeline.runtime.tied_gradients", "TiedGradients._send"),
             "embeddings from",
         ),
@@ -80,6 +81,7 @@ def _late(rank: int, model: str, where: tuple[str, str], folder: str) -> None:
             4,
             2,
             "plain",
+            40,
             ("distributed.mpi_gradients", "MpiGradients.reduce_in_place"),
             "all-reduce of gradients",
         ),
@@ -92,10 +94,11 @@ def test_a_rank_that_is_late_is_named(
     size: int,
     rank: int,
     model: str,
+    rows: int,
     where: tuple[str, str],
     what: str,
 ) -> None:
-    outcomes = ranks(size).outcomes(_late, rank, model, where, str(tmp_path))
+    outcomes = ranks(size).outcomes(_late, rank, model, rows, where, str(tmp_path))
     # Others wait for the late rank too, elsewhere in the step: the first to complain tells it.
     complaints = [o.error for o in outcomes if f"No answer from rank {rank}:" in str(o.error)]
     assert complaints, outcomes

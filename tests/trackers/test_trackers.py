@@ -26,7 +26,7 @@ STORES = SCRIPT.with_name("stores.py")
 needs_one = pytest.mark.skipif(not INSTALLED, reason="no tracker is installed: make trackers")
 
 
-def tracked(folder: Path, seconds: float = 0.0, *words: str, **env: str) -> Any:
+def tracked(folder: Path, seconds: float | str = 0.0, *words: str, **env: str) -> Any:
     """A run in a process of its own, with stores beside its folder."""
     return script(SCRIPT, folder, seconds, *words, cwd=folder.parent, **(_env(folder) | env))
 
@@ -91,11 +91,11 @@ def test_several_kills(tmp_path: Path) -> None:
     words = ("trainer.epochs=12",)
     cut.parent.mkdir()
     train(whole, "logging.csv=false", *words)
-    for seconds in (0.07, 0.31, 0.46, 0.57):
+    for seconds in ("begin+0.07", 0.31, 0.46, 0.57):
         assert tracked(cut, seconds, *words).returncode == -signal.SIGKILL
     done = tracked(cut, 0.0, *words)
     assert done.returncode == 0, done.stderr
-    assert len(RunRecord(cut).starts) > 2  # some were killed before they began
+    assert len(RunRecord(cut).starts) in (4, 5)  # the first may be killed before it is recorded
     assert check(cut) == expected(whole)
 
 

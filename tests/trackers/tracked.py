@@ -1,7 +1,10 @@
 """A run with all trackers that are installed; a script of its own, to be killed.
 
-python tests/trackers/tracked.py FOLDER SECONDS [WORD ...]    kills itself after SECONDS of training
-python tests/trackers/tracked.py FOLDER rank0 [WORD ...]      rank 0 kills itself before update 8
+python tests/trackers/tracked.py FOLDER SECONDS [WORD ...]        kills itself SECONDS after its
+                                                                  first update begins; 0: never
+python tests/trackers/tracked.py FOLDER begin+SECONDS [WORD ...]  SECONDS after `on_train_begin`,
+                                                                  by when no start may be recorded
+python tests/trackers/tracked.py FOLDER rank0 [WORD ...]          rank 0, before update 8
 """
 
 from __future__ import annotations
@@ -36,21 +39,28 @@ def words(folder: Path) -> list[str]:
 
 
 class Slowly(Callback):
-    """Takes its time, and kills the process after some."""
+    """Takes its time, and kills the process after some: since its first update, or the begin."""
 
-    def __init__(self, seconds: float, step: float) -> None:
+    def __init__(self, seconds: float, early: bool = False) -> None:
         super().__init__()
-        self.seconds, self.step = seconds, step
+        self.seconds, self.early = seconds, early
+        self.timer: threading.Timer | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        if self.seconds:
-            timer = threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL))
-            timer.daemon = True
-            timer.start()
+        if self.early:
+            self.start()
 
     def on_step_begin(self, step: int) -> None:
-        time.sleep(self.step)
+        if self.seconds:
+            self.start()
+            time.sleep(0.03)
+
+    def start(self) -> None:
+        if self.timer is None:
+            self.timer = threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            self.timer.daemon = True
+            self.timer.start()
 
 
 class FirstRankFails(Callback):
@@ -64,7 +74,7 @@ class FirstRankFails(Callback):
 def callback(what: str) -> Callback:
     if what == "rank0":
         return FirstRankFails()
-    return Slowly(float(what), 0.03 if float(what) else 0.0)
+    return Slowly(float(what.removeprefix("begin+")), what.startswith("begin+"))
 
 
 if __name__ == "__main__":
