@@ -34,6 +34,7 @@ from tests.tf_distribute.test_features import trainer
 
 PLANTED = 40  # the step from which on something is slow
 SECONDS = 0.06  # well above what a step of a busy machine takes
+FREE_CORE = 0.8  # least part that a rank gets of a core that no other process takes
 
 
 class Times(Callback):
@@ -444,13 +445,14 @@ def check_planted(
 ) -> None:
     """`check` what each rank has found, and what rank 1 has slept; again where other processes took
     a core for so long that a wait for its rank may have been named, or long steps were not."""
-    for _ in range(3):
+    for attempt in range(3):
         found = ranks(2).run(planted, *words)
         try:
             for named, _, _ in found:
                 check(named, found[1][1])
         except AssertionError:
-            if "null" in words or max(waited for *_, waited in found) < 0.3:
+            quiet = max(waited for *_, waited in found) < 0.3
+            if "null" in words or (attempt == 2 and quiet):
                 raise
         else:
             return
@@ -503,10 +505,10 @@ def test_nothing_is_named_in_clean_runs_or_when_switched_off(ranks: Callable[...
     check_planted(ranks, check, "callback", 1, "null")
 
 
-def said(output: str) -> list[Any]:
-    """What a script printed of what is slow."""
-    lines = [line for line in output.splitlines() if "SLOW" in line]
-    return [json.loads(line.partition("SLOW ")[2]) for line in lines]
+def said(output: str, word: str = "SLOW") -> list[Any]:
+    """What a script printed of what is slow, or after another word."""
+    lines = [line for line in output.splitlines() if word in line]
+    return [json.loads(line.partition(f"{word} ")[2]) for line in lines]
 
 
 BUSY = """
@@ -515,14 +517,21 @@ rank = int(os.environ.get("OMPI_COMM_WORLD_RANK", 0))
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {cores[rank % len(cores)]})
 from ktrainer import Callback, Trainer
+from ktrainer.runtime.process_usage import processor_share, processor_time
 import keras
 import numpy as np
 import tensorflow as tf
 
 class Plant(Callback):
-    spinner = None
+    spinner = share = None
+
+    def on_step_begin(self, step):
+        if step == 10:
+            self.before = processor_time()
 
     def on_step_end(self, step, logs=None):
+        if step == (30 if self.world.rank == 1 else 50):  # without the spinner
+            self.share, _ = processor_share(self.before)
         if step == 30 and self.world.rank == 1:
             self.spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
         if self.spinner and step == 50:
@@ -531,6 +540,11 @@ class Plant(Callback):
     def on_slow(self, slow):
         if self.world.is_root:
             print("SLOW", json.dumps([slow.step, slow.rank, slow.cause, slow.message]), flush=True)
+
+    def on_train_end(self, logs=None):
+        shares = self.world.allgather(self.share)
+        if self.world.is_root:
+            print("SHARES", json.dumps(shares), flush=True)
 
     def close(self):
         if self.spinner:
@@ -552,18 +566,19 @@ trainer.fit(model, batches)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BUSY)
-    found: list[Any] = []
     for attempt in range(3):  # others may take the cores of both ranks
         words = ["backend=data_parallel", "logging.progress=none", f"run.dir={tmp_path}/{attempt}"]
         done = ktrainer("run", "-n", 2, "--threads", 1, "train.py", *words, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        found = said(done.stdout)
-        if any(cause == "cpu" for _, _, cause, _ in found):
+        found, (shares,) = said(done.stdout), said(done.stdout, "SHARES")
+        ours = [each for each in found if each[1] == 1 and each[2] == "cpu"]
+        if ours and 30 <= ours[0][0] <= 45:
             break
-    if any(cause == "cpu" and (rank == 0 or step < 30) for step, rank, cause, _ in found):
-        pytest.skip("other processes took a rank's core")  # which is named once
-    ours = [each for each in found if each[1] == 1 and each[2] == "cpu"]
-    assert ours, (found, done.stdout, done.stderr)
+    else:
+        early = any(cause == "cpu" and (rank == 0 or step < 30) for step, rank, cause, _ in found)
+        if early or min(shares) < FREE_CORE:
+            pytest.skip("other processes took a rank's core, three times")
+    assert ours, (shares, found, done.stdout, done.stderr)
     assert 30 <= ours[0][0] <= 45  # 36 where nothing else runs
     assert "of the processor time that its threads asked for" in ours[0][3]
 
@@ -615,10 +630,14 @@ def test_a_link_that_becomes_slow_is_named(
     words += ["train.py", *keys.split(), "logging.progress=none"]
     env = {"PYTHONPATH": str(ROOT)}
     python = warm_python_on(made, **env)
-    command = [python, "-m", "ktrainer.cli.main", "run", *words, f"run.dir={tmp_path}/run"]
-    done = made.run(0, *command, env=env, cwd=tmp_path, timeout=150)
-    assert done.returncode == 0, done.stderr
-    check_link(made, done.stdout)
+    command = [python, "-m", "ktrainer.cli.main", "run", *words]
+
+    def train(folder: Path) -> str:
+        done = made.run(0, *command, f"run.dir={folder}", env=env, cwd=tmp_path, timeout=150)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    check_link(made, train, tmp_path)
 
 
 @pytest.mark.exhaustive
@@ -629,26 +648,37 @@ def test_a_link_that_becomes_slow_is_named_without_mpi(
     (tmp_path / "train.py").write_text(LINK)
     workers = [f"{address}:2222" for address in made.addresses]
     words = ["backend=tf_distribute", "backend.strategy=multi_worker_mirrored"]
-    words += ["logging.progress=none", f"run.dir={tmp_path}/run"]
-    processes = []
-    for host in range(2):
-        config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": host}}
-        env = {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(config)}
-        python = warm_python_on(made, PYTHONPATH=str(ROOT))
-        processes.append(made.start(host, python, "train.py", *words, env=env, cwd=tmp_path))
-    outputs = [process.communicate(timeout=150) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    check_link(made, outputs[0][0])
+    words += ["logging.progress=none"]
+
+    def train(folder: Path) -> str:
+        processes = []
+        for host in range(2):
+            config = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": host}}
+            env = {"PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(config)}
+            python = warm_python_on(made, PYTHONPATH=str(ROOT))
+            command = [python, "train.py", *words, f"run.dir={folder}"]
+            processes.append(made.start(host, *command, env=env, cwd=tmp_path))
+        outputs = [process.communicate(timeout=150) for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], outputs
+        return outputs[0][0]
+
+    check_link(made, train, tmp_path)
 
 
-def check_link(made: Hosts, output: str) -> None:
-    found = said(output)
-    links = [each for each in found if each[2] == "link"]
-    busy = any(cause == "cpu" for _, _, cause, _ in found)
-    assert links or busy, (found, output)
-    for _, _, _, message in links[:1]:
-        assert all(name in message for name in made.names)
-        assert message.count("MB/s") == 2  # now and before
-    if busy:
-        pytest.skip("other processes took a rank's core: how soon a link is named was not tested")
+def check_link(made: Hosts, train: Callable[[Path], str], folder: Path) -> None:
+    """`train` names the link soon; again where other processes took a rank's core."""
+    for attempt in range(3):
+        if attempt:
+            made.run(0, "tc", "qdisc", "del", "dev", "eth0", "root")
+        output = train(folder / str(attempt))
+        found = said(output)
+        links = [each for each in found if each[2] == "link"]
+        for _, _, _, message in links[:1]:
+            assert all(name in message for name in made.names)
+            assert message.count("MB/s") == 2  # now and before
+        if links and 60 <= links[0][0] <= 70:
+            return
+    if any(cause == "cpu" for _, _, cause, _ in found):
+        pytest.skip("other processes took a rank's core, three times")
+    assert links, (found, output)
     assert 60 <= links[0][0] <= 70  # 65 to 67 where nothing else runs
