@@ -16,21 +16,15 @@ HEAVY = "{'tensorflow', 'keras', 'horovod', 'mpi4py', 'numpy', 'omegaconf'}"
 
 
 def test_help_is_quick_and_light():
+    """By its time on a core: the machine may be busy with something else."""
     code = (
         "import sys, time\nfrom ktrainer.cli.main import main\nassert main(['--help']) == 0\n"
         f"assert not {HEAVY} & set(sys.modules), sorted(sys.modules)\n"
-        "print(time.process_time(), file=sys.stderr)\n"  # the machine may be busy
+        "print(time.process_time(), file=sys.stderr)\n"
     )
-    best = float("inf")
-    for _ in range(5):
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stderr
-        best = min(best, float(done.stderr))
-        if best < 0.3:
-            break
-    assert best < 0.3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stderr) < 0.3  # seconds
     for name in main.COMMANDS:
         assert name in done.stdout
 
