@@ -39,7 +39,9 @@ def test_hosts_have_names_addresses_and_an_agent(hosts: Callable[[int], Hosts]) 
     assert made.run(0, made.agent, made.names[1], "echo $ANSWER").stdout == "42\n"
 
 
-def test_links_are_cut_mended_and_slow(hosts: Callable[[int], Hosts]) -> None:
+def test_links_are_cut_mended_and_slow(
+    hosts: Callable[[int], Hosts], within: Callable[..., None]
+) -> None:
     made = hosts(2)
     server = made.start(1, "python3", "-c", _SERVE)
     assert server.stdout is not None
@@ -50,8 +52,11 @@ def test_links_are_cut_mended_and_slow(hosts: Callable[[int], Hosts]) -> None:
 
     before = made.sent(0), made.received(1)
     assert send(1 << 20).returncode == 0
-    assert 1 << 20 < made.sent(0) - before[0] < 1.2 * (1 << 20)
-    assert 1 << 20 < made.received(1) - before[1] < 1.2 * (1 << 20)
+    # The last bytes may be in the socket's buffer still.
+    within(20, lambda: made.sent(0) - before[0] > 1 << 20, "bytes sent")
+    within(20, lambda: made.received(1) - before[1] > 1 << 20, "bytes received")
+    assert made.sent(0) - before[0] < 1.2 * (1 << 20)
+    assert made.received(1) - before[1] < 1.2 * (1 << 20)
     made.cut(1)
     assert "timed out" in send(1).stderr
     made.mend(1)
@@ -95,7 +100,7 @@ def test_a_killed_host_ends_what_the_agent_started(hosts: Callable[[int], Hosts]
     while len(made.pids(1)) < 4 and time.monotonic() < deadline:
         time.sleep(0.02)
     made.kill(1)
-    assert agent.wait(5) != 0
+    assert agent.wait(30) != 0
     assert made.pids(1) == []
     assert "is down" in made.run(0, made.agent, made.names[1], "true").stderr
     made.boot(1)

@@ -14,7 +14,7 @@ from ktrainer.errors import DeadlineExceeded, WorldError
 from tests.dist.harness import leaks
 from tests.distributed import collectives
 
-DEADLINE = 2.0  # ranks answer questions in the last quarter of it
+DEADLINE = 2.0
 
 WORLDS = [
     *(pytest.param("mpi", size, id=f"mpi-{size}") for size in (1, 2, 3)),

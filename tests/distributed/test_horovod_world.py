@@ -61,20 +61,26 @@ def refused(world: Any) -> list[BaseException | None]:
 
 
 @pytest.mark.parametrize("name", USES)
-def test_after_ctrl_c_a_rank_can_no_longer_communicate(lonely: Any, name: str) -> None:
+def test_after_ctrl_c_a_rank_can_no_longer_communicate(
+    lonely: Any, within: Callable[..., None], name: str
+) -> None:
     """The parts of an operation are numbered: its next one would be taken for another's part."""
     world, begun = lonely
     error = interrupted(lambda: USES[name](world), "_wait")
     assert refused(world) == [error] * len(USES)
+    within(30, lambda: begun, "an operation's begin")  # in a thread of its own
     assert begun == ["oob.1"]
 
 
-def test_after_a_deadline_a_rank_can_no_longer_communicate(lonely: Any) -> None:
+def test_after_a_deadline_a_rank_can_no_longer_communicate(
+    lonely: Any, within: Callable[..., None]
+) -> None:
     world, begun = lonely
     world.deadline = 0.2
     with pytest.raises(DeadlineExceeded) as late:
         world.allgather("an object")
     assert refused(world) == [late.value] * len(USES)
+    within(30, lambda: begun, "the operation's begin")  # in a thread of its own
     assert begun == ["oob.1"]
 
 

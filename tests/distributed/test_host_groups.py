@@ -186,7 +186,8 @@ def test_a_late_rank_is_named_with_the_operation(ranks: Callable[..., Any]) -> N
 
 
 HEALS = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 import numpy as np
 from ktrainer.distributed import host_groups, open_world
 from ktrainer.distributed.launcher_events import report_phase
@@ -210,7 +211,14 @@ def total(value):
 
 before = collectives.communicators.hosts is not None, total(world.rank)
 report_phase(1, range(world.size))
+summed = [Path(f"{__file__}.{rank}") for rank in range(world.size)]
+summed[world.rank].touch()
 if world.rank == lost:
+    end = time.monotonic() + 60
+    while not all(path.exists() for path in summed):  # others may be in the first sum still
+        assert time.monotonic() < end, "other ranks have not ended the first sum within 60 s"
+        world.answer("a file")  # so that MPI sends what it may have kept
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 try:
     while True:

@@ -44,7 +44,8 @@ def test_a_worker_names_the_one_that_stops_or_is_lost(
 ) -> None:
     """Without a launcher that would say it: in a sum, which TensorFlow carries out."""
     fault = {"TEST_RANK": str(victim), "TEST_SIGNAL": str(int(number))}
-    words = (script, *MULTI_WORKER, *QUIET, "data.batch_size=16")
+    # A process that has stopped is missed after 8 s: before the sum has taken too long.
+    words = (script, *MULTI_WORKER, *QUIET, "data.batch_size=16", "backend.timeout=60")
     both = [start(*words, **env, **fault) for env in by_tf_config()]
     other = both[1 - victim]
     try:
@@ -55,22 +56,24 @@ def test_a_worker_names_the_one_that_stops_or_is_lost(
     finally:
         both[victim].kill()  # it may have stopped, and would not end otherwise
     assert other.returncode != 0
-    assert f"PeerLost: rank {1 - victim} lost rank {victim} (127.0.0.1:" in errors
+    assert f"PeerLost: rank {1 - victim} lost rank {victim} (127.0.0.1:" in errors, errors
     assert "in a sum over processes" in errors
 
 
 @pytest.mark.exhaustive
 def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None:
     """A process that lives, and whose TensorFlow answers, but that does not come."""
-    command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET, "backend.timeout=1")
+    # Longer than one process may trace after the other, which is in its first sum by then.
+    command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET, "backend.timeout=8")
     launcher = start(*command, "data.batch_size=16", LATE="1")
     wait_for(launcher, "ready")
     began = time.monotonic()
     _, errors = launcher.communicate(timeout=60)
     assert time.monotonic() - began < 40
     assert launcher.returncode != 0
-    assert "rank 0 raised DeadlineExceeded" in errors
-    assert "'a sum over processes' for other ranks. No answer from rank 1" in errors
+    assert "rank 0 raised DeadlineExceeded" in errors, errors
+    assert "rank 0 waited 8 s" in errors, errors
+    assert "'a sum over processes' for other ranks. No answer from rank 1" in errors, errors
 
 
 @pytest.mark.exhaustive

@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 90.0  # mpirun and the import of mpi4py, on a machine that is busy
 FIRST_TASK_SECONDS = 60.0  # added to the first deadline: it usually imports TensorFlow
 GRACE_SECONDS = 10.0  # what the other ranks have once one has failed
+STACKS_SECONDS = 10.0  # for late ranks to write their stacks
+QUIET_SECONDS = 0.5  # without output, after which they are taken to be complete
 
 
 class PerRank:
@@ -274,15 +276,28 @@ class Ranks:
     ) -> AssertionError:
         """End the group; the error, with the stacks of ranks that have not answered."""
         late = [rank for rank in range(self.size) if rank not in outcomes]
-        for rank in late:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._processes[rank].send_signal(signal.SIGUSR1)
-        time.sleep(1.0)  # for the stacks to be written
-        output = self.output()
+        # Where one is lost, it writes none, and mpirun may have ended the others.
+        output = self._output_with_stacks(late, 1.0 if kind is RankLost else STACKS_SECONDS)
         self.kill()
         lines = [f"{task}: {reason}; no answer from rank(s) {', '.join(map(str, late))}"]
         lines += [f"--- rank {o.rank}\n{o.traceback}" for o in outcomes.values() if o.traceback]
         return kind("\n".join([*lines, "--- output of all ranks", output]))
+
+    def _output_with_stacks(self, late: Sequence[int], seconds: float) -> str:
+        """The output once these ranks have written their stacks, or after so many seconds."""
+        output = self.output()
+        mark = "Current thread"  # of the fault handler: once in what each rank writes
+        expected = output.count(mark) + len(late)
+        for rank in late:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._processes[rank].send_signal(signal.SIGUSR1)
+        now = time.monotonic()
+        end, quiet_since = now + seconds, now
+        while now < end and (output.count(mark) < expected or now - quiet_since < QUIET_SECONDS):
+            time.sleep(0.05)
+            before, output, now = output, self.output(), time.monotonic()
+            quiet_since = quiet_since if output == before else now
+        return output
 
 
 def _pick(value: Any, rank: int) -> Any:

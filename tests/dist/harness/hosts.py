@@ -265,13 +265,16 @@ class Hosts:
         for name in self.names:  # who was looked for in vain is looked for again at once
             _call("ip", "-n", name, "neigh", "flush", "all", check=False)
 
-    def slow(self, host: int, *, rate: str = "", delay: str = "", loss: str = "") -> None:
+    def slow(
+        self, host: int, *, rate: str = "", burst: str = "256kb", delay: str = "", loss: str = ""
+    ) -> None:
         """Make what a host sends slow by `tc`; without arguments, as fast as before.
 
         Skips the test for a `delay` or `loss` where the kernel has no netem.
 
         Args:
             rate: as `100mbit`.
+            burst: what a rate alone lets pass at once after a pause.
             delay: as `20ms`.
             loss: as `1%`.
         """
@@ -286,7 +289,7 @@ class Hosts:
                 pytest.skip("this kernel has no netem (CONFIG_NET_SCH_NETEM), only rates")
             assert done.returncode == 0, done.stderr
         elif rate:
-            shaper = ("tbf", "rate", rate, "burst", "256kb", "latency", "400ms")
+            shaper = ("tbf", "rate", rate, "burst", burst, "latency", "400ms")
             _call(*tc, "add", "dev", INTERFACE, "root", *shaper)
 
     def sent(self, host: int) -> int:
