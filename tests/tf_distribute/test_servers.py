@@ -148,7 +148,7 @@ def test_a_coordinator_that_is_silent_or_lost(start: Start, script: Path) -> Non
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         server = begin("ps", {**met, "chief": [address]}, "backend.start_timeout=1")
-        _, errors = server.communicate(timeout=60)
+        _, errors = server.communicate(timeout=90)
     assert server.returncode == 1
     assert f"The coordinator at {address} does not listen, or does not answer" in errors
     wait_until_greeted(worker)
