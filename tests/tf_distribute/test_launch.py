@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -64,12 +65,16 @@ def test_a_worker_names_the_one_that_stops_or_is_lost(
 def test_a_sum_that_takes_longer_than_it_may(start: Start, script: Path) -> None:
     """A process that lives, and whose TensorFlow answers, but that does not come."""
     command = (*LAUNCH, "-n", 2, script, *MULTI_WORKER, *QUIET, "backend.timeout=1")
-    launcher = start(*command, "data.batch_size=16", LATE="1")
-    wait_for(launcher, "ready")
-    began = time.monotonic()
-    _, errors = launcher.communicate(timeout=60)
-    assert time.monotonic() - began < 40
-    assert launcher.returncode != 0
+    for _ in range(3):
+        launcher = start(*command, "data.batch_size=16", LATE="1")
+        wait_for(launcher, "ready")
+        began = time.monotonic()
+        _, errors = launcher.communicate(timeout=60)
+        assert time.monotonic() - began < 40
+        assert launcher.returncode != 0
+        # TensorFlow uses what it has freed, and crashes at times: see the page of limits.
+        if not re.search("rank 0 was ended by signal (6|11)", errors):
+            break
     assert "rank 0 raised DeadlineExceeded" in errors, errors
     assert "rank 0 waited 1 s" in errors, errors
     assert "'a sum over processes' for other ranks. No answer from rank 1" in errors, errors

@@ -74,7 +74,12 @@ def make_devices(plan: StrategyPlan) -> None:
 
 
 def communication_options(backend: TfDistributeConfig, timeout: float | None) -> Any:
-    """TensorFlow's options for sums over replicas."""
+    """TensorFlow's options for sums over replicas.
+
+    At the timeout TensorFlow ends the operation while its sum is still under way, and at times
+    crashes: `BaseCollectiveExecutor::ExecuteAsync` in `core/common_runtime`. Without a timeout a
+    sum would wait for ever.
+    """
     kinds = tf.distribute.experimental.CommunicationImplementation
     kind = {"auto": kinds.AUTO, "ring": kinds.RING, "nccl": kinds.NCCL}[backend.communication]
     return tf.distribute.experimental.CommunicationOptions(
