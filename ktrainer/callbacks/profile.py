@@ -147,12 +147,9 @@ class _FirstClock:
         self.error = self._first.error
 
     def compare_again(self) -> None:
-        """Measure how the two clocks have drifted apart: not at all, where the two offsets may be
-        the same, as their difference over a short time would change the lengths of spans."""
+        """Measure how the two clocks have drifted apart."""
         first, now = self._first, clock_offset(self._world)
-        apart = now.seconds - first.seconds
-        if abs(apart) > first.error + now.error:
-            self._drift = apart / (now.moment - first.moment)
+        self._drift = (now.seconds - first.seconds) / (now.moment - first.moment)
         self.error = max(first.error, now.error)
 
     def of(self, moment: float) -> float:
