@@ -34,6 +34,7 @@ MPIRUN = [str(Path(sys.executable).with_name("mpirun")), "-n", "2"]
 MPIRUN += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", sys.executable]
 OTHERS = ("cnn", "transformer", "embedding")  # models of data-parallel steps
 TURNS, ROUNDS = 2, ["--rounds", "3"]  # of programs that are compared with each other
+OFTEN = ["--rounds", "8", "--epochs", "2"]  # where little is to be told from noise
 
 
 def programs() -> list[tuple[list[str], str, list[str]]]:
@@ -55,7 +56,7 @@ def programs() -> list[tuple[list[str], str, list[str]]]:
         (ONE, "zoo_fit", ROUNDS),
         (TWO, "data_parallel_fit", [*ROUNDS, *short, "backend=data_parallel"]),
         (TWO, "distributed_tape", ["--rounds", "6", "--steps", "15"]),
-        (TWO, "callback_cost", [*ROUNDS, "--steps", "100", "backend=data_parallel"]),
+        (TWO, "callback_cost", [*OFTEN, "--steps", "100", "backend=data_parallel"]),
         *compared * TURNS,
         (TWO, "pipeline_step", ["--rounds", "5", "--steps", "2", "--microbatches", "4", "16"]),
         *[

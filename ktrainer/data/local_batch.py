@@ -164,7 +164,7 @@ def graph_bounds(rows: tf.Tensor, rank: Any, size: int) -> tuple[tf.Tensor, tf.T
 
 
 def graph_slice(batch: Any, rows: tf.Tensor, rank: Any, size: int) -> Any:
-    """`take_slice` as TensorFlow ops; the caller checks that each part has so many rows."""
+    """`take_slice` as TensorFlow ops; the caller checks that all parts have `rows` rows."""
     start, count = graph_bounds(rows, rank, size)
     start, count = tf.where(count > 0, start, 0), tf.maximum(count, 1)
     stop = start + count

@@ -16,7 +16,7 @@ HEAVY = "{'tensorflow', 'keras', 'horovod', 'mpi4py', 'numpy', 'omegaconf'}"
 
 
 def test_help_is_quick_and_light():
-    """By its time on a core: the machine may be busy with something else."""
+    """By the time on a core, as the machine may be busy with something else; not what it waits."""
     code = (
         "import sys, time\nfrom ktrainer.cli.main import main\nassert main(['--help']) == 0\n"
         f"assert not {HEAVY} & set(sys.modules), sorted(sys.modules)\n"

@@ -207,6 +207,7 @@ def test_a_missing_rank_is_named_within_the_deadline(
     group = ranks(2, f"late {traced}")
     error, after, seconds = group.run(_late, traced, tmp_path / "told")[0]
     assert "DeadlineExceeded" in error
+    assert "waited 3 s" in error
     assert "allreduce of parameter 1 of 4 (average): float32 [2]" in error
     assert "rank 1" in error
     assert "init(deadline=SECONDS)" in error

@@ -185,4 +185,5 @@ def test_a_blocking_call_that_takes_too_long_says_who_is_missing(
         assert f"Waiting at step 7 in 'open the group': rank {2 - outcome.rank}." in said
         stacks.append(said.partition("\nrank 1 (process ")[2])
     # A dump that pauses while it is written is cut off, and the main thread's stack comes last.
+    assert all(") is at:" in stack for stack in stacks), stacks
     assert any("in _blocked" in stack for stack in stacks), stacks

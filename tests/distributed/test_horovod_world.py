@@ -68,7 +68,7 @@ def test_after_ctrl_c_a_rank_can_no_longer_communicate(
     world, begun = lonely
     error = interrupted(lambda: USES[name](world), "_wait")
     assert refused(world) == [error] * len(USES)
-    within(30, lambda: begun, "an operation's begin")  # in a thread of its own
+    within(30, lambda: begun, "the start of an operation")  # in a thread of its own
     assert begun == ["oob.1"]
 
 
@@ -80,7 +80,7 @@ def test_after_a_deadline_a_rank_can_no_longer_communicate(
     with pytest.raises(DeadlineExceeded) as late:
         world.allgather("an object")
     assert refused(world) == [late.value] * len(USES)
-    within(30, lambda: begun, "the operation's begin")  # in a thread of its own
+    within(30, lambda: begun, "the start of the operation")  # in a thread of its own
     assert begun == ["oob.1"]
 
 

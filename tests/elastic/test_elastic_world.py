@@ -21,7 +21,9 @@ world = open_world(heal=True)
 report_phase(1, range(3))
 opened = [Path(__file__).with_name(f"opened-{rank}") for rank in range(3)]
 opened[world.rank].touch()
+end = time.monotonic() + 30
 while not all(path.exists() for path in opened):
+    assert time.monotonic() < end, "the others have not opened the world"
     time.sleep(0.01)
 world.deadline = 20.0
 if case == "stopped":

@@ -129,7 +129,8 @@ def main() -> None:
     now = faults[int(os.environ["KTRAINER_RESTART"]) :][:1]
     words = [who.split(":") for word in now for who in word.split(",")]
     together = [rank for rank, _, where in words if where == "schedule"]
-    marks = {rank: Path(results, f"at-schedule-{rank}") for rank in together}
+    start = os.environ["KTRAINER_RESTART"]
+    marks = {rank: Path(results, f"at-schedule-{rank}-{start}") for rank in together}
     deaths = [Dies(marks, *word) for word in words]
     found = train(f"{results}/run", deaths, *DISK)
     whole = train(f"{results}/whole", [], "checkpoint.every=1ba", "checkpoint.keep=20")

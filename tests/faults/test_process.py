@@ -124,7 +124,9 @@ def counts(process: psutil.Process, seen: list[tuple[int, int, int]]) -> tuple[i
     counts to be no more than before, much where they must not be.
     """
     first = seen[3:4] or seen[-1:]
-    end = time.monotonic() + (20.0 if seen[3:] and not grows(seen[3:]) else 0.5)
+    # The first that the others are compared with is waited for, too.
+    settles = len(seen) == 3 or (seen[3:] and not grows(seen[3:]))
+    end = time.monotonic() + (20.0 if settles else 0.5)
     while True:
         found = process.num_fds(), threading.active_count(), process.num_threads()
         if not grows([*first, found]) or time.monotonic() > end:

@@ -445,14 +445,13 @@ def check_planted(
 ) -> None:
     """`check` what each rank has found, and what rank 1 has slept; again where other processes took
     a core for so long that a wait for its rank may have been named, or long steps were not."""
-    for attempt in range(3):
+    for _ in range(3):
         found = ranks(2).run(planted, *words)
         try:
             for named, _, _ in found:
                 check(named, found[1][1])
         except AssertionError:
-            quiet = max(waited for *_, waited in found) < 0.3
-            if "null" in words or (quiet and (attempt == 2 or "nothing" in words)):
+            if "null" in words or max(waited for *_, waited in found) < 0.3:
                 raise
         else:
             return
@@ -563,6 +562,7 @@ trainer.fit(model, batches)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BUSY)
@@ -575,8 +575,7 @@ def test_a_rank_on_a_busy_core_is_named(tmp_path: Path) -> None:
         if ours and 30 <= ours[0][0] <= 45:
             break
     else:
-        early = any(cause == "cpu" and (rank == 0 or step < 30) for step, rank, cause, _ in found)
-        if early or min(shares) < FREE_CORE:
+        if min(shares) < FREE_CORE:
             pytest.skip("other processes took a rank's core, three times")
     assert ours, (shares, found, done.stdout, done.stderr)
     assert 30 <= ours[0][0] <= 45  # 36 where nothing else runs
@@ -678,7 +677,9 @@ def check_link(made: Hosts, train: Callable[[Path], str], folder: Path) -> None:
             assert message.count("MB/s") == 2  # now and before
         if links and 60 <= links[0][0] <= 70:
             return
-    if any(cause == "cpu" for _, _, cause, _ in found):
+        if not any(cause == "cpu" for _, _, cause, _ in found):
+            break
+    else:
         pytest.skip("other processes took a rank's core, three times")
     assert links, (found, output)
     assert 60 <= links[0][0] <= 70  # 65 to 67 where nothing else runs

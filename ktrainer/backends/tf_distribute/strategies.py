@@ -76,7 +76,7 @@ def make_devices(plan: StrategyPlan) -> None:
 def communication_options(backend: TfDistributeConfig, timeout: float | None) -> Any:
     """TensorFlow's options for sums over replicas.
 
-    At the timeout TensorFlow ends the operation while its sum is still under way, and at times
+    At the timeout TensorFlow frees the operation while its sum is still under way, and sometimes
     crashes: `BaseCollectiveExecutor::ExecuteAsync` in `core/common_runtime`. Without a timeout a
     sum would wait for ever.
     """
