@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
 from ktrainer.backends.pipeline.runtime.transport import Transport
 from ktrainer.elastic import just_in_time_checkpoint
 from ktrainer.steps.variable_placement import placement_of
+from tests.distributed.collectives import wait_for_files
 
 WORDS = (
     *("backend=pipeline", "backend.partitions=2", "backend.microbatches=3"),
@@ -79,10 +79,7 @@ class Dies(Callback):
     def _meet(self) -> None:
         """Wait for all that die here: the first loss would end the schedule of the others."""
         self.marks[str(self.rank)].touch()
-        end = time.monotonic() + 30
-        while not all(path.exists() for path in self.marks.values()):
-            assert time.monotonic() < end, "the others have not come to this schedule"
-            time.sleep(0.01)
+        wait_for_files(*self.marks.values(), seconds=30)
 
     def on_train_begin(self, logs: Any = None) -> None:
         super().on_train_begin(logs)
