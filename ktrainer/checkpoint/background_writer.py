@@ -12,11 +12,14 @@ never mix with the collectives of the steps.
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,10 @@ from ktrainer.distributed.restart_records import note_save
 from ktrainer.errors import CheckpointError, SetupError
 from ktrainer.runtime.folder_lock import RETRY_SECONDS, FolderLock, seconds_after_loss
 from ktrainer.steps.variable_placement import placement_of
+
+# Where steps leave no processor idle, a tenth of one remains for the write: with 19 it would be a
+# seventieth, and a write of a second could outlast `world.deadline`.
+NICENESS = 10
 
 Saved = Callable[[int, Path, Mapping[str, Any]], None]  # step, folder, facts of its manifest
 
@@ -167,9 +174,16 @@ class BackgroundWriter:
             self._guarded(job)
             return
         self._thread = threading.Thread(
-            target=self._guarded, args=(job,), name="ktrainer-checkpoint", daemon=True
+            target=self._in_background, args=(job,), name="ktrainer-checkpoint", daemon=True
         )
         self._thread.start()
+
+    def _in_background(self, job: Callable[[], None]) -> None:
+        """Do `job` in this thread, and let steps go first where processors are few."""
+        if sys.platform == "linux":  # elsewhere that is of the whole process
+            with suppress(OSError):
+                os.nice(NICENESS)  # of this thread, and of those that it starts
+        self._guarded(job)
 
     def _guarded(self, job: Callable[[], None]) -> None:
         self._began = time.monotonic()

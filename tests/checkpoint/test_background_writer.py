@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 import ktrainer.checkpoint.format.checkpoint_folder as format_module
 from ktrainer import distributed
 from ktrainer.callbacks import Callback, Checkpoint
 from ktrainer.checkpoint import read_checkpoint
+from ktrainer.checkpoint.background_writer import NICENESS
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.errors import CheckpointError, SetupError
 from tests.callbacks.helpers import fit, small_model
@@ -117,6 +121,44 @@ def test_synchronous_is_on_the_disk_when_it_returns(tmp_path) -> None:
 
     fit(small_model(), [Checkpoint(tmp_path, every="2ba", keep=9, asynchronous=False), Looks()])
     assert seen == [[], [2], [2], [2, 4], [2, 4]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are those of Linux")
+@pytest.mark.parametrize(("asynchronous", "added"), [(True, NICENESS), (False, 0)])
+def test_steps_go_before_a_write_in_the_background(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, added: int
+) -> None:
+    found: dict[str, set[int]] = {"files": set(), "checksums": set(), "steps": set()}
+
+    def note(of: str) -> None:
+        found[of].add(os.getpriority(os.PRIO_PROCESS, 0))  # of the calling thread
+
+    class Digest:
+        def __init__(self, *data: bytes) -> None:
+            self.digest = blake3(*data)
+
+        def update(self, piece: Any) -> None:
+            note("checksums")
+            self.digest.update(piece)
+
+        def hexdigest(self) -> str:
+            return self.digest.hexdigest()
+
+    class Steps(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            note("steps")
+
+    monkeypatch.setattr(format_module, "blake3", Digest)
+
+    def at(point: str, path: Path) -> None:
+        if point == "before file":
+            note("files")
+
+    monkeypatch.setattr(format_module, "fault_point", at)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    keeper = Checkpoint(tmp_path, every="2ba", keep=9, asynchronous=asynchronous)
+    fit(small_model(), [keeper, Steps()])
+    assert found == {"files": {own + added}, "checksums": {own + added}, "steps": {own}}
 
 
 def test_an_error_in_training_waits_for_the_write(tmp_path, gate) -> None:
