@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import keras
@@ -58,6 +59,19 @@ class CallbackList(keras.callbacks.CallbackList):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._call_at_batch("on_train_batch_end", "on_batch_end", batch, logs)
 
+    def hand_on(self, callbacks: Collection[Any], first: int, logs: Sequence[Any]) -> None:
+        """Tell `callbacks` of batches after the call that has trained on them, in order.
+
+        Args:
+            first: number of the first batch, the beginning of which they know of.
+            logs: of each batch. They hear of the beginning of the next one, too.
+        """
+        for batch, each in enumerate(logs, start=first):
+            self._call_at_batch("on_train_batch_end", "on_batch_end", batch, each, callbacks)
+            self._call_at_batch(
+                "on_train_batch_begin", "on_batch_begin", batch + 1, None, callbacks
+            )
+
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         self._call_at_batch("on_test_batch_begin", "on_test_batch_begin", batch, logs)
 
@@ -70,11 +84,13 @@ class CallbackList(keras.callbacks.CallbackList):
             with times.of(time_share(callback)):
                 getattr(callback, event)(*args, logs)
 
-    def _call_at_batch(self, event: str, calls: str, batch: int, logs: Any) -> None:
+    def _call_at_batch(
+        self, event: str, calls: str, batch: int, logs: Any, among: Collection[Any] | None = None
+    ) -> None:
         """Call `event` of the callbacks that have it, or what Keras' own `event` `calls`."""
         times, are_read = self._state.times, False
-        for callback in self.callbacks:
-            if not (_acts(callback, event) or _acts(callback, calls)):
+        for callback in self.callbacks if among is None else among:
+            if not (acts(callback, event) or acts(callback, calls)):
                 continue
             if not are_read:  # which waits for the device that computes them
                 with times.of("compute"):
@@ -83,7 +99,7 @@ class CallbackList(keras.callbacks.CallbackList):
                 getattr(callback, event)(batch, logs=logs)
 
 
-def _acts(callback: Any, event: str) -> bool:
+def acts(callback: Any, event: str) -> bool:
     """Whether a callback has a batch event that does something: one of its class, of itself, as
     Keras' LambdaCallback has, or of an object that it passes events to."""
     method = getattr(callback, event, None)

@@ -44,7 +44,7 @@ from ktrainer.steps.step_helpers import (
     unmoved,
 )
 from ktrainer.steps.step_options import GradientHook, StepOptions
-from ktrainer.steps.train_many import can_compile_many, compile_many, stack_local_batches
+from ktrainer.steps.train_many import ManySteps, can_compile_many, stack_local_batches
 from ktrainer.steps.update_guard import Before, check_one_update
 from ktrainer.steps.xla_segments import compile_segments
 
@@ -76,7 +76,7 @@ class CompiledProgram(Program):
     ) -> None:
         refuse_xla(options, collectives)
         self.model, self.options, self.collectives, self.rank = model, options, collectives, rank
-        self._functions: dict[tuple[str, bool, int], Callable[..., Any]] = {}
+        self._functions: dict[tuple[Any, ...], Callable[..., Any]] = {}
         self.variant = 0
         self._specs: dict[str, Any] = {}
         self._accumulated: AccumulatedUpdate | None = None
@@ -130,22 +130,23 @@ class CompiledProgram(Program):
         return self._call(local_batches, accumulated, local_batches)
 
     def train_many(
-        self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
-    ) -> tuple[Logs, int]:
-        """One update per local batch, all in one compiled call; the logs of the last, and the
-        number of updates."""
+        self,
+        local_batches: Sequence[LocalBatchLike],
+        ends_at_bad_loss: bool = False,
+        all_logs: bool = False,
+    ) -> list[Logs]:
         ends = ends_at_bad_loss and self.collectives is None  # else ranks would end apart
         step = self._function("train", padding=False)
-        if not can_compile_many(step):
-            return super().train_many(local_batches, ends)
+        if not can_compile_many(step, all_logs):
+            return super().train_many(local_batches, ends, all_logs)
         stacked = stack_local_batches(local_batches, _weight)
         if stacked is None:
-            return super().train_many(local_batches, ends)
-        key = ("many", ends, self.variant)
+            return super().train_many(local_batches, ends, all_logs)
+        key = ("many", ends, all_logs, self.variant)
         if key not in self._functions:
-            self._functions[key] = compile_many(step, ends)
-        logs, steps = self._call(local_batches, self._functions[key], *stacked)
-        return logs, int(steps)
+            self._functions[key] = ManySteps(step, ends, all_logs)
+        logs: list[Logs] = self._call(local_batches, self._functions[key], *stacked)
+        return logs
 
     @property
     def can_train_many(self) -> bool:

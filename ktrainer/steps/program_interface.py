@@ -59,21 +59,25 @@ class Program(ABC):
         """One update of the weights from its local batches (one, unless gradients accumulate)."""
 
     def train_many(
-        self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
-    ) -> tuple[Logs, int]:
-        """One update per local batch; the logs of the last, and the number of updates.
+        self,
+        local_batches: Sequence[LocalBatchLike],
+        ends_at_bad_loss: bool = False,
+        all_logs: bool = False,
+    ) -> list[Logs]:
+        """One update per local batch; the logs of each that was made.
 
         Args:
             ends_at_bad_loss: whether the call ends with an update whose loss is not finite; a
                 program whose ranks could end apart continues.
+            all_logs: whether those of all updates are wanted. Else those of all but the last may
+                be None.
         """
-        made = 0
+        logs: list[Logs] = []
         for local_batch in local_batches:
-            logs = self.train([local_batch])
-            made += 1
-            if ends_at_bad_loss and not losses_are_finite(logs):
+            logs.append(self.train([local_batch]))
+            if ends_at_bad_loss and not losses_are_finite(logs[-1]):
                 break
-        return logs, made
+        return logs
 
     @property
     def can_train_many(self) -> bool:

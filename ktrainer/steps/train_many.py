@@ -69,49 +69,78 @@ def _stack(leaves: Sequence[Any]) -> Any:
     return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else tf.raw_ops.Pack(values=leaves)
 
 
-def compile_many(step: CompiledStep, ends_at_bad_loss: bool = False) -> CompiledStep:
+class ManySteps:
     """A compiled loop of `step(batch, weight)` over stacked batches and weights.
 
     Args:
-        step: one of which `can_compile_many` is true.
+        step: one of which `can_compile_many(step, all_logs)` is true.
         ends_at_bad_loss: whether a step with a loss that is not finite is the last one.
-
-    Returns:
-        A function that returns the logs of the last step that was made, and the number of steps.
+        all_logs: whether the logs of all steps are wanted.
     """
-    logs = step.trace.structured_outputs
-    made = [spec for spec in tf.nest.flatten(logs) if spec is not None]
-    start = [tf.zeros([dim or 0 for dim in spec.shape], spec.dtype) for spec in made]
 
-    def many(*stacked: Any) -> Any:
-        def update(i: Any, _: Any, *__: Any) -> Any:
-            found = step(*keras.tree.map_structure(lambda t: None if t is None else t[i], stacked))
-            good = _is_finite(found) if ends_at_bad_loss else tf.constant(True)
-            return i + 1, good, *(x for x in tf.nest.flatten(found) if x is not None)
+    def __init__(
+        self, step: CompiledStep, ends_at_bad_loss: bool = False, all_logs: bool = False
+    ) -> None:
+        self._step, self._ends, self._all = step, ends_at_bad_loss, all_logs
+        self._logs = step.trace.structured_outputs
+        self._made = [spec for spec in tf.nest.flatten(self._logs) if spec is not None]
+        specs = keras.tree.map_structure(_stacked_spec, step.specs)
+        self._compiled = CompiledStep(self._loop, *specs)
 
+    def __call__(self, *stacked: Any) -> list[Any]:
+        """The logs of each step that was made; None for all but the last unless `all_logs`."""
+        values, made = self._compiled(*stacked)
+        steps = int(made) if self._ends else len(stacked[-1])  # which waits for no device
+        if not self._all:
+            return [*[None] * (steps - 1), self._pack(values)]
+        columns = [tf.unstack(value, steps) for value in values]
+        return [self._pack([column[i] for column in columns]) for i in range(steps)]
+
+    def _loop(self, *stacked: Any) -> Any:
+        count = tf.shape(stacked[-1])[0]
+
+        def update(i: Any, _: Any, *kept: Any) -> Any:
+            given = keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
+            logs = self._step(*given)
+            good = _is_finite(logs) if self._ends else tf.constant(True)
+            values = [value for value in tf.nest.flatten(logs) if value is not None]
+            if self._all:
+                values = [array.write(i, v) for array, v in zip(kept, values, strict=True)]
+            return i + 1, good, *values
+
+        start, shapes = self._start(count)
         steps, _, *values = tf.while_loop(
-            lambda i, good, *_: good & (i < tf.shape(stacked[-1])[0]),
+            lambda i, good, *_: good & (i < count),
             update,
             (tf.constant(0), tf.constant(True), *start),
-            shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), *(s.shape for s in made)),
+            shape_invariants=shapes and (tf.TensorShape([]), tf.TensorShape([]), *shapes),
             parallel_iterations=1,  # updates follow one another
         )
+        return [v.stack()[:steps] for v in values] if self._all else values, steps
+
+    def _start(self, count: tf.Tensor) -> tuple[list[Any], list[tf.TensorShape] | None]:
+        """What the loop keeps of logs at its beginning, and the shapes that it may take."""
+        if self._all:
+            made = self._made
+            return [tf.TensorArray(s.dtype, count, element_shape=s.shape) for s in made], None
+        zeros = [tf.zeros([dim or 0 for dim in spec.shape], spec.dtype) for spec in self._made]
+        return zeros, [spec.shape for spec in self._made]
+
+    def _pack(self, values: Sequence[Any]) -> Any:
         rest = iter(values)
-        packed = [None if spec is None else next(rest) for spec in tf.nest.flatten(logs)]
-        return tf.nest.pack_sequence_as(logs, packed), steps
-
-    return CompiledStep(many, *keras.tree.map_structure(_stacked_spec, step.specs))
+        leaves = [None if spec is None else next(rest) for spec in tf.nest.flatten(self._logs)]
+        return tf.nest.pack_sequence_as(self._logs, leaves)
 
 
-def can_compile_many(step: Callable[..., Any]) -> TypeGuard[CompiledStep]:
-    """Whether `compile_many(step)` works, with the bits of single calls: it is compiled, arguments
+def can_compile_many(step: Callable[..., Any], all_logs: bool = False) -> TypeGuard[CompiledStep]:
+    """Whether `ManySteps(step)` works, with the bits of single calls: it is compiled, arguments
     and results are dense, and no operation is random and stateful, as `tf.random.normal` is. Those
-    of Keras' layers are stateless."""
+    of Keras' layers are stateless. With `all_logs`, logs have the same shapes in all steps, too."""
     if not isinstance(step, CompiledStep) or step.trace is None:
         return False
     if step not in _known:
         _known[step] = _can_compile_many(step)
-    return _known[step]
+    return _known[step] and (not all_logs or _logs_stack(step))
 
 
 def _can_compile_many(step: CompiledStep) -> bool:
@@ -122,6 +151,11 @@ def _can_compile_many(step: CompiledStep) -> bool:
         _STATEFUL_RANDOM.search(node.op) and "Stateless" not in node.op
         for node in [*graph.node, *functions]
     )
+
+
+def _logs_stack(step: CompiledStep) -> bool:
+    leaves = tf.nest.flatten(step.trace.structured_outputs)
+    return all(leaf is None or leaf.shape.is_fully_defined() for leaf in leaves)
 
 
 def _is_dense(leaf: Any) -> bool:

@@ -10,7 +10,9 @@
             on_step_begin (the learning rate is set)
             program.train: forward, backward, all-reduce, on_gradients, clip, apply;
                 or the body of a loop of the user's own (`trainer.steps`)
-            on_step_end (the check for NaN)                                         _after_update
+            of a call of several updates: on_train_batch_end and on_train_batch_begin of
+                all but the last, of callbacks that need not act in between         _after_update
+            on_step_end (the check for NaN)
             return to the last checkpoint, if a callback asked for it
             on_train_batch_end
             every logging.every, or if a callback asks (log_due): gather the logs of all ranks,
@@ -55,6 +57,7 @@ import tensorflow as tf
 
 from ktrainer.callbacks.averaged_weights import keep_averages, swap_back, swapped_as_before
 from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.callback_list import CallbackList
 from ktrainer.callbacks.csv_log import cut_logs_of_keras, logs_of_keras_kept
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.checkpoint.contents.capture_state import variables_here
@@ -77,7 +80,7 @@ from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
 from ktrainer.training.slow_watch import SlowWatch
 from ktrainer.training.stop_decision import StopDecision
 from ktrainer.training.triggers import Triggers
-from ktrainer.training.updates_per_call import UpdatesPerCall, max_updates_per_call
+from ktrainer.training.updates_per_call import UpdatesPerCall, hears_later, max_updates_per_call
 
 if TYPE_CHECKING:
     from ktrainer.data import LocalBatch
@@ -116,7 +119,7 @@ class Loop:
     Args:
         context: configuration, ranks and backend of the call.
         state: of the run, with its feeds and program.
-        callbacks: Keras' list of this rank's callbacks.
+        callbacks: those of this rank.
         triggers: how long to train, and what is due when.
         signals: what asks the process to end.
         recovery: what happens when ranks are lost.
@@ -126,7 +129,7 @@ class Loop:
         self,
         context: RunContext,
         state: TrainState,
-        callbacks: keras.callbacks.CallbackList,
+        callbacks: CallbackList,
         triggers: Triggers,
         signals: SignalHandlers,
         recovery: Recovery,
@@ -139,12 +142,15 @@ class Loop:
         validate = triggers.validate if state.validation is not None else None
         self._validate_every = Every(validate, state.steps_per_epoch)
         self._log_every = Every(triggers.log, state.steps_per_epoch)
+        self._hear_later = [each for each in callbacks.callbacks if hears_later(each)]
+        limits = context.config.trainer
+        # Logs of all ranks, and what ranks may have to repeat, are those of the last update.
+        one_by_one = self._hear_later and (context.has_common_logs or self.world.heals)
         self._per_call = UpdatesPerCall(
-            context.config.trainer.steps_per_call,
+            1 if one_by_one else limits.steps_per_call,
             lambda: self.program.can_train_many,
             triggers.accumulate,
         )
-        limits = context.config.trainer
         self._limit = limits.fast_dev_run or limits.limit_train_batches or None
         guards = [c for c in callbacks.callbacks if isinstance(c, LossGuard)]
         self._stops_at_bad_loss = any(guard.stops_at_once for guard in guards)
@@ -154,6 +160,7 @@ class Loop:
         self._stop = StopDecision(state, triggers, signals, recovery, self._watch)
         self._validation = Validation(context, state, callbacks, signals)
         self._updates_made = 1  # by the last call
+        self._earlier_logs: list[Any] = []  # of its updates but the last, if callbacks want them
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
@@ -245,11 +252,12 @@ class Loop:
 
     def run_program(self, updates: Updates) -> Any:
         """Make the updates of one call of the program; returns its logs, unread."""
-        self._updates_made = 1
         if len(updates) == 1:
+            self._updates_made, self._earlier_logs = 1, []
             return self.program.train(updates[0])
-        batches = [update[0] for update in updates]
-        logs, self._updates_made = self.program.train_many(batches, self._stops_at_bad_loss)
+        batches, wanted = [update[0] for update in updates], bool(self._hear_later)
+        *earlier, logs = self.program.train_many(batches, self._stops_at_bad_loss, wanted)
+        self._updates_made, self._earlier_logs = 1 + len(earlier), earlier if wanted else []
         return logs
 
     def updates(self) -> Running:
@@ -421,6 +429,8 @@ class Loop:
         """Run post-step callbacks, validation and checkpoints; return whether any rank asked to
         stop."""
         state, progress, ours = self.state, self.state.progress, self.callbacks.callbacks
+        earlier, self._earlier_logs = self._earlier_logs, []
+        self.callbacks.hand_on(self._hear_later, progress.batch - 1 - len(earlier), earlier)
         emit(ours, "on_step_end", progress.step, logs)
         if state.rollback is not None:
             with state.times.of("checkpoint"):

@@ -134,9 +134,9 @@ class Calls(CompiledProgram):
 
     sizes: list[int]
 
-    def train_many(self, batches: Any, ends_at_bad_loss: bool = False) -> Any:
+    def train_many(self, batches: Any, *args: Any) -> Any:
         self.sizes.append(len(batches))
-        return super().train_many(batches, ends_at_bad_loss)
+        return super().train_many(batches, *args)
 
 
 def many_updates(updates: int | str) -> tuple[Outcome, list[int]]:

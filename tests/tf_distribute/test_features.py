@@ -442,6 +442,37 @@ def test_a_saved_model_is_an_ordinary_one_and_so_is_that_of_a_closed_trainer(
     assert kinds == {"ResourceVariable"}
 
 
+def heard_of(strategy: str, steps_per_call: int) -> list[Any]:
+    """What a callback that need not act between the updates of a call hears of batches."""
+    import keras
+
+    class Listens(keras.callbacks.Callback):
+        heard: list[Any] = []
+
+        def max_updates_per_call(self) -> int | None:
+            return None
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.heard.append(batch)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.heard.append((batch, {**logs}))
+
+    words = {"data__batch_size": 4, "trainer__steps_per_call": steps_per_call}
+    with trainer(strategy, **words) as it:
+        it.fit(small_model(), vectors(32), callbacks=[Listens()])
+    return Listens.heard
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", more("multi_worker_mirrored")])
+def test_a_callback_hears_of_each_batch_of_a_call(
+    ranks: Callable[..., Any], strategy: str
+) -> None:
+    several, single = (under(ranks, strategy, heard_of, strategy, each) for each in (3, 1))
+    assert several == single
+    assert [len(heard) for heard in several] == [16] * len(several)
+
+
 def stopped_in_a_call(strategy: str) -> tuple[int, list[str]]:
     """Updates made, and what is said, where the first of eight batches of a call has a NaN."""
     import warnings

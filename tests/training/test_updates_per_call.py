@@ -38,9 +38,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     train_many = CompiledProgram.train_many
 
     def counting(self: Any, *args: Any) -> Any:
-        logs, made = train_many(self, *args)
-        found.append(made)
-        return logs, made
+        logs = train_many(self, *args)
+        found.append(len(logs))
+        return logs
 
     monkeypatch.setattr(CompiledProgram, "train_many", counting)
     return found
@@ -478,6 +478,113 @@ def test_what_is_faster_is_compared_after_the_first_pass_over_the_data(
             sizes += [len(updates)] * len(updates)
     assert max(sizes[batches - 50 : batches + 30]) == 1
     assert 1 not in sizes[batches + 50 :]
+
+
+class Listens(keras.callbacks.Callback):
+    """Notes the events of batches, and need not act between the updates of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[Any, ...]] = []
+
+    def max_updates_per_call(self) -> int | None:
+        return None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.heard.append(("begin", batch))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.heard.append(("end", batch, {**logs}))
+
+
+class ListensToSteps(Listens, Callback):
+    """The same as a callback of ktrainer, which has events of steps as well."""
+
+    max_updates_per_call = Listens.max_updates_per_call
+
+    def on_step_end(self, step: int, logs: Any = None) -> None:
+        self.heard.append(("step",))
+
+
+def of_batches(callback: Any) -> list[tuple[Any, ...]]:
+    return [event for event in callback.heard if event != ("step",)]
+
+
+@pytest.mark.parametrize("setting", ["auto", 7])
+@pytest.mark.parametrize("kind", [Listens, ListensToSteps])
+def test_a_callback_hears_of_each_batch_of_a_call(
+    calls: list[int], kind: Any, setting: int | str
+) -> None:
+    """In their order, with the logs that it would have got in between."""
+    later, at_once = kind(), kind()
+    run(setting, [later], trainer__epochs=2, logging__every="11ba")
+    assert max(calls) > 3
+    run(1, [at_once], trainer__epochs=2, logging__every="11ba")
+    assert of_batches(later) == of_batches(at_once)
+    assert len(of_batches(later)) == 2 * 2 * 30
+    assert kind is Listens or later.heard.count(("step",)) < 60
+
+
+@pytest.mark.parametrize("setting", ["auto", 7])
+def test_a_loss_that_is_not_finite_is_the_last_that_is_heard_of(
+    calls: list[int], setting: int | str
+) -> None:
+    x, y = data(ROWS)
+    x[17 * BATCH + 1] = np.nan
+    later, at_once = Listens(), Listens()
+    for callback, each in ((later, setting), (at_once, 1)):
+        with pytest.warns(UserWarning, match="the loss is not finite at step 18"):
+            run(each, [callback], given=(x, y))
+    assert max(calls) > 3
+    np.testing.assert_equal(later.heard, at_once.heard)
+    assert later.heard[-1][:2] == ("end", 17)
+
+
+def logs_of_some_shape(rows: int | None) -> Callable[[], keras.Model]:
+    """A model whose logs have a number for each example, of so many or of an unknown number."""
+
+    class Errors(keras.Model):
+        def call(self, x: Any) -> Any:
+            return x
+
+        def train_step(self, batch: Any) -> dict[str, Any]:
+            errors = tf.ensure_shape(tf.reduce_sum(batch[0] ** 2, 1), [rows])
+            return {"loss": tf.reduce_mean(errors), "errors": errors, "deep": {"sum": errors[0]}}
+
+    def model() -> keras.Model:
+        made = Errors()
+        made.compile("sgd", "mse", jit_compile=False)
+        return made
+
+    return model
+
+
+@pytest.mark.parametrize("rows", [BATCH, None])
+def test_logs_of_any_shape_are_heard_of(calls: list[int], rows: int | None) -> None:
+    """Also those that do not stack, of updates that are made singly."""
+    later, at_once = Listens(), Listens()
+    run("auto", [later], model=logs_of_some_shape(rows), logging__every="100ba")
+    assert max(calls) > 3
+    run(1, [at_once], model=logs_of_some_shape(rows), logging__every="100ba")
+    np.testing.assert_equal(later.heard, at_once.heard)
+
+
+def test_others_are_called_once_a_call(calls: list[int]) -> None:
+    """As under `steps_per_execution`: those that do not say that they can wait."""
+
+    class Unaware(keras.callbacks.Callback):
+        heard: list[tuple[Any, ...]] = []
+        on_train_batch_begin = Listens.on_train_batch_begin
+        on_train_batch_end = Listens.on_train_batch_end
+
+    later, once = Listens(), Unaware()
+    run(10, [later, once])
+    assert [event[:2] for event in once.heard] == [
+        (edge, batch)
+        for first in (0, 10, 20)
+        for edge, batch in (("begin", first), ("end", first + 9))
+    ]
+    assert once.heard[1::2] == later.heard[19::20]
 
 
 def test_a_lambda_runs_at_every_batch(calls: list[int]) -> None:

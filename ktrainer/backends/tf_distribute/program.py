@@ -34,7 +34,7 @@ from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
 from ktrainer.steps.step_helpers import global_seed, local_output, python_step
-from ktrainer.steps.train_many import can_compile_many, compile_many, stack_local_batches
+from ktrainer.steps.train_many import ManySteps, can_compile_many, stack_local_batches
 
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
 
@@ -113,23 +113,26 @@ class ReplicatedProgram(Program):
             )
 
     def train_many(
-        self, local_batches: Sequence[LocalBatchLike], ends_at_bad_loss: bool = False
-    ) -> tuple[Logs, int]:
+        self,
+        local_batches: Sequence[LocalBatchLike],
+        ends_at_bad_loss: bool = False,
+        all_logs: bool = False,
+    ) -> list[Logs]:
         self._prepare_for(*local_batches)
         ends = ends_at_bad_loss and self.replicas.in_one_process  # else processes would end apart
         step = self._function("train")
-        if self.options.xla or not can_compile_many(step):
-            return super().train_many(local_batches, ends)
+        if self.options.xla or not can_compile_many(step, all_logs):
+            return super().train_many(local_batches, ends, all_logs)
         stacked = self._stacked(local_batches)
         # Sums are numbered as functions are called: all processes must call the same ones.
         if self._agree(stacked is None) or stacked is None:
-            return super().train_many(local_batches, ends)
-        kind = "many_ending" if ends else "many"
+            return super().train_many(local_batches, ends, all_logs)
+        kind = f"many, ends={ends}, all_logs={all_logs}"
         if kind not in self._functions:
-            self._functions[kind] = compile_many(step, ends)
+            self._functions[kind] = ManySteps(step, ends, all_logs)
         with self._explained(local_batches):
-            logs, steps = self._functions[kind](*stacked)
-        return logs, int(steps) if ends else len(local_batches)
+            logs: list[Logs] = self._functions[kind](*stacked)
+        return logs
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
         self._prepare_for(local_batch)
