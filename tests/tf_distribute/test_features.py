@@ -465,9 +465,7 @@ def heard_of(strategy: str, steps_per_call: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", more("multi_worker_mirrored")])
-def test_a_callback_hears_of_each_batch_of_a_call(
-    ranks: Callable[..., Any], strategy: str
-) -> None:
+def test_a_callback_hears_of_each_batch_of_a_call(ranks: Callable[..., Any], strategy: str) -> None:
     several, single = (under(ranks, strategy, heard_of, strategy, each) for each in (3, 1))
     assert several == single
     assert [len(heard) for heard in several] == [16] * len(several)
