@@ -128,8 +128,9 @@ class Callback(keras.callbacks.Callback):
         callback's events of batches and steps are called; None: no limit.
 
         For `trainer.steps_per_call=auto`. A class that overrides such an event and not this method,
-        or inherits the two from different bases, has the limit 1. Of others the events of batches
-        are called after the call for each of its batches, and those of steps once.
+        or inherits the two from different bases, has the limit 1. Otherwise, in one process, events
+        of batches are called for every batch once the call is over, and events of steps once a
+        call; also with a number for `steps_per_call`, to which this limit does not apply.
         """
         return None
 

@@ -59,12 +59,14 @@ class CallbackList(keras.callbacks.CallbackList):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self._call_at_batch("on_train_batch_end", "on_batch_end", batch, logs)
 
-    def hand_on(self, callbacks: Collection[Any], first: int, logs: Sequence[Any]) -> None:
-        """Tell `callbacks` of batches after the call that has trained on them, in order.
+    def catch_up(self, callbacks: Collection[Any], first: int, logs: Sequence[Any]) -> None:
+        """Call the batch events of a compiled call that several batches were trained in, between
+        the begin of its first batch and the end of its last.
 
         Args:
-            first: number of the first batch, the beginning of which they know of.
-            logs: of each batch. They hear of the beginning of the next one, too.
+            callbacks: of which they are called.
+            first: number of the first batch.
+            logs: of each batch but the last.
         """
         for batch, each in enumerate(logs, start=first):
             self._call_at_batch("on_train_batch_end", "on_batch_end", batch, each, callbacks)
@@ -85,12 +87,17 @@ class CallbackList(keras.callbacks.CallbackList):
                 getattr(callback, event)(*args, logs)
 
     def _call_at_batch(
-        self, event: str, calls: str, batch: int, logs: Any, among: Collection[Any] | None = None
+        self,
+        event: str,
+        older: str,
+        batch: int,
+        logs: Any,
+        among: Collection[Any] | None = None,
     ) -> None:
-        """Call `event` of the callbacks that have it, or what Keras' own `event` `calls`."""
+        """Call `event` of the callbacks that have it, or the `older` one that Keras' own calls."""
         times, are_read = self._state.times, False
         for callback in self.callbacks if among is None else among:
-            if not (acts(callback, event) or acts(callback, calls)):
+            if not (handles(callback, event) or handles(callback, older)):
                 continue
             if not are_read:  # which waits for the device that computes them
                 with times.of("compute"):
@@ -99,7 +106,7 @@ class CallbackList(keras.callbacks.CallbackList):
                 getattr(callback, event)(batch, logs=logs)
 
 
-def acts(callback: Any, event: str) -> bool:
+def handles(callback: Any, event: str) -> bool:
     """Whether a callback has a batch event that does something: one of its class, of itself, as
     Keras' LambdaCallback has, or of an object that it passes events to."""
     method = getattr(callback, event, None)

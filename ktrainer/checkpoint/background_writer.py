@@ -34,8 +34,8 @@ from ktrainer.errors import CheckpointError, SetupError
 from ktrainer.runtime.folder_lock import RETRY_SECONDS, FolderLock, seconds_after_loss
 from ktrainer.steps.variable_placement import placement_of
 
-# Where steps leave no processor idle, a tenth of one remains for the write: with 19 it would be a
-# seventieth, and a write of a second could outlast `world.deadline`.
+# Where steps leave no processor idle, a tenth of one remains for the write; with the lowest
+# priority, 19, it would be a seventieth.
 NICENESS = 10
 
 Saved = Callable[[int, Path, Mapping[str, Any]], None]  # step, folder, facts of its manifest
@@ -77,7 +77,8 @@ class BackgroundWriter:
         self._error: str | None = None
         self._ending = threading.Event()
         self._number = 0  # saves so far
-        self._began, self._longest = 0.0, 0.0  # start of the last write, longest write; seconds
+        # Start of the last write, and the shortest: others had to wait for steps. Seconds.
+        self._began, self._shortest = 0.0, 0.0
         self._raised = False  # whether an error was raised
         _open.add(self)
 
@@ -174,14 +175,14 @@ class BackgroundWriter:
             self._guarded(job)
             return
         self._thread = threading.Thread(
-            target=self._in_background, args=(job,), name="ktrainer-checkpoint", daemon=True
+            target=self._run_at_low_priority, args=(job,), name="ktrainer-checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _in_background(self, job: Callable[[], None]) -> None:
+    def _run_at_low_priority(self, job: Callable[[], None]) -> None:
         """Do `job` in this thread, and let steps go first where processors are few."""
-        if sys.platform == "linux":  # elsewhere that is of the whole process
-            with suppress(OSError):
+        if sys.platform == "linux":  # elsewhere `nice` changes the whole process
+            with suppress(OSError):  # where that is forbidden, the write is as important as steps
                 os.nice(NICENESS)  # of this thread, and of those that it starts
         self._guarded(job)
 
@@ -189,7 +190,8 @@ class BackgroundWriter:
         self._began = time.monotonic()
         try:
             job()
-            self._longest = max(self._longest, time.monotonic() - self._began)
+            took = time.monotonic() - self._began
+            self._shortest = min(self._shortest or took, took)
         except CheckpointError as error:
             self._error = str(error)
         except Exception as error:  # of any type: the next save raises it
@@ -214,9 +216,9 @@ class BackgroundWriter:
         """Estimated seconds of the next checkpoint, from earlier ones; 0 for the first, which is
         always worth a try."""
         if self._thread is None or not self._thread.is_alive():
-            return self._longest
+            return self._shortest
         lasts = time.monotonic() - self._began
-        return max(0.0, self._longest - lasts) + max(self._longest, lasts)
+        return max(0.0, self._shortest - lasts) + max(self._shortest, lasts)
 
     def _ended(self) -> str | None:
         """Wait for this rank's write in progress; return its error, once."""

@@ -44,7 +44,7 @@ from ktrainer.steps.step_helpers import (
     unmoved,
 )
 from ktrainer.steps.step_options import GradientHook, StepOptions
-from ktrainer.steps.train_many import ManySteps, can_compile_many, stack_local_batches
+from ktrainer.steps.train_many import StepLoop, can_loop, stack_local_batches
 from ktrainer.steps.update_guard import Before, check_one_update
 from ktrainer.steps.xla_segments import compile_segments
 
@@ -137,14 +137,14 @@ class CompiledProgram(Program):
     ) -> list[Logs]:
         ends = ends_at_bad_loss and self.collectives is None  # else ranks would end apart
         step = self._function("train", padding=False)
-        if not can_compile_many(step, all_logs):
+        if not can_loop(step, all_logs):
             return super().train_many(local_batches, ends, all_logs)
         stacked = stack_local_batches(local_batches, _weight)
         if stacked is None:
             return super().train_many(local_batches, ends, all_logs)
         key = ("many", ends, all_logs, self.variant)
         if key not in self._functions:
-            self._functions[key] = ManySteps(step, ends, all_logs)
+            self._functions[key] = StepLoop(step, ends, all_logs)
         logs: list[Logs] = self._call(local_batches, self._functions[key], *stacked)
         return logs
 
@@ -153,7 +153,7 @@ class CompiledProgram(Program):
         several = self.collectives is not None or self.options.accumulate > 1
         if several or self.options.guard is not None:
             return False
-        return can_compile_many(self._function("train", padding=False))
+        return can_loop(self._function("train", padding=False))
 
     @property
     def graph(self) -> Any:

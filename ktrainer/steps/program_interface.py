@@ -69,8 +69,7 @@ class Program(ABC):
         Args:
             ends_at_bad_loss: whether the call ends with an update whose loss is not finite; a
                 program whose ranks could end apart continues.
-            all_logs: whether those of all updates are wanted. Else those of all but the last may
-                be None.
+            all_logs: return the logs of all updates; if False, all but the last may be None.
         """
         logs: list[Logs] = []
         for local_batch in local_batches:

@@ -69,11 +69,11 @@ def _stack(leaves: Sequence[Any]) -> Any:
     return np.stack(leaves) if isinstance(leaves[0], np.ndarray) else tf.raw_ops.Pack(values=leaves)
 
 
-class ManySteps:
+class StepLoop:
     """A compiled loop of `step(batch, weight)` over stacked batches and weights.
 
     Args:
-        step: one of which `can_compile_many(step, all_logs)` is true.
+        step: one of which `can_loop(step, all_logs)` is true.
         ends_at_bad_loss: whether a step with a loss that is not finite is the last one.
         all_logs: whether the logs of all steps are wanted.
     """
@@ -81,17 +81,18 @@ class ManySteps:
     def __init__(
         self, step: CompiledStep, ends_at_bad_loss: bool = False, all_logs: bool = False
     ) -> None:
-        self._step, self._ends, self._all = step, ends_at_bad_loss, all_logs
+        self._step, self._ends_at_bad_loss, self._all_logs = step, ends_at_bad_loss, all_logs
         self._logs = step.trace.structured_outputs
-        self._made = [spec for spec in tf.nest.flatten(self._logs) if spec is not None]
-        specs = keras.tree.map_structure(_stacked_spec, step.specs)
-        self._compiled = CompiledStep(self._loop, *specs)
+        self._specs = [spec for spec in tf.nest.flatten(self._logs) if spec is not None]
+        stacked = keras.tree.map_structure(_stacked_spec, step.specs)
+        self._compiled = CompiledStep(self._loop, *stacked)
 
     def __call__(self, *stacked: Any) -> list[Any]:
         """The logs of each step that was made; None for all but the last unless `all_logs`."""
         values, made = self._compiled(*stacked)
-        steps = int(made) if self._ends else len(stacked[-1])  # which waits for no device
-        if not self._all:
+        # Their number in the arguments is known without a wait for the device.
+        steps = int(made) if self._ends_at_bad_loss else len(stacked[-1])
+        if not self._all_logs:
             return [*[None] * (steps - 1), self._pack(values)]
         columns = [tf.unstack(value, steps) for value in values]
         return [self._pack([column[i] for column in columns]) for i in range(steps)]
@@ -102,29 +103,31 @@ class ManySteps:
         def update(i: Any, _: Any, *kept: Any) -> Any:
             given = keras.tree.map_structure(lambda t: None if t is None else t[i], stacked)
             logs = self._step(*given)
-            good = _is_finite(logs) if self._ends else tf.constant(True)
+            good = _is_finite(logs) if self._ends_at_bad_loss else tf.constant(True)
             values = [value for value in tf.nest.flatten(logs) if value is not None]
-            if self._all:
+            if self._all_logs:
                 values = [array.write(i, v) for array, v in zip(kept, values, strict=True)]
             return i + 1, good, *values
 
-        start, shapes = self._start(count)
+        kept, shapes = self._before_first_step(count)
         steps, _, *values = tf.while_loop(
             lambda i, good, *_: good & (i < count),
             update,
-            (tf.constant(0), tf.constant(True), *start),
-            shape_invariants=shapes and (tf.TensorShape([]), tf.TensorShape([]), *shapes),
+            (tf.constant(0), tf.constant(True), *kept),
+            shape_invariants=(tf.TensorShape([]), tf.TensorShape([]), *shapes),
             parallel_iterations=1,  # updates follow one another
         )
-        return [v.stack()[:steps] for v in values] if self._all else values, steps
+        if self._all_logs:  # of a loop that ended early, the rest was not written
+            values = [array.stack()[:steps] for array in values]
+        return values, steps
 
-    def _start(self, count: tf.Tensor) -> tuple[list[Any], list[tf.TensorShape] | None]:
-        """What the loop keeps of logs at its beginning, and the shapes that it may take."""
-        if self._all:
-            made = self._made
-            return [tf.TensorArray(s.dtype, count, element_shape=s.shape) for s in made], None
-        zeros = [tf.zeros([dim or 0 for dim in spec.shape], spec.dtype) for spec in self._made]
-        return zeros, [spec.shape for spec in self._made]
+    def _before_first_step(self, count: tf.Tensor) -> tuple[list[Any], list[tf.TensorShape]]:
+        """What the loop keeps of logs, as it begins, and the shapes that this may take."""
+        if self._all_logs:
+            arrays = [tf.TensorArray(s.dtype, count, element_shape=s.shape) for s in self._specs]
+            return arrays, [tf.TensorShape(None)] * len(arrays)
+        zeros = [tf.zeros([dim or 0 for dim in s.shape], s.dtype) for s in self._specs]
+        return zeros, [s.shape for s in self._specs]
 
     def _pack(self, values: Sequence[Any]) -> Any:
         rest = iter(values)
@@ -132,18 +135,18 @@ class ManySteps:
         return tf.nest.pack_sequence_as(self._logs, leaves)
 
 
-def can_compile_many(step: Callable[..., Any], all_logs: bool = False) -> TypeGuard[CompiledStep]:
-    """Whether `ManySteps(step)` works, with the bits of single calls: it is compiled, arguments
+def can_loop(step: Callable[..., Any], all_logs: bool = False) -> TypeGuard[CompiledStep]:
+    """Whether `StepLoop(step)` works, with the bits of single calls: it is compiled, arguments
     and results are dense, and no operation is random and stateful, as `tf.random.normal` is. Those
     of Keras' layers are stateless. With `all_logs`, logs have the same shapes in all steps, too."""
     if not isinstance(step, CompiledStep) or step.trace is None:
         return False
     if step not in _known:
-        _known[step] = _can_compile_many(step)
+        _known[step] = _can_loop(step)
     return _known[step] and (not all_logs or _logs_stack(step))
 
 
-def _can_compile_many(step: CompiledStep) -> bool:
+def _can_loop(step: CompiledStep) -> bool:
     leaves = tf.nest.flatten((step.specs, step.trace.structured_outputs))
     graph = step.trace.graph.as_graph_def()
     functions = [node for function in graph.library.function for node in function.node_def]

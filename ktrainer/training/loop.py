@@ -10,8 +10,8 @@
             on_step_begin (the learning rate is set)
             program.train: forward, backward, all-reduce, on_gradients, clip, apply;
                 or the body of a loop of the user's own (`trainer.steps`)
-            of a call of several updates: on_train_batch_end and on_train_batch_begin of
-                all but the last, of callbacks that need not act in between         _after_update
+            after a call of several updates, of callbacks that can wait: on_train_batch_end of
+                each but the last, and on_train_batch_begin of the next             _after_update
             on_step_end (the check for NaN)
             return to the last checkpoint, if a callback asked for it
             on_train_batch_end
@@ -80,7 +80,7 @@ from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
 from ktrainer.training.slow_watch import SlowWatch
 from ktrainer.training.stop_decision import StopDecision
 from ktrainer.training.triggers import Triggers
-from ktrainer.training.updates_per_call import UpdatesPerCall, hears_later, max_updates_per_call
+from ktrainer.training.updates_per_call import UpdatesPerCall, catches_up, max_updates_per_call
 
 if TYPE_CHECKING:
     from ktrainer.data import LocalBatch
@@ -142,15 +142,15 @@ class Loop:
         validate = triggers.validate if state.validation is not None else None
         self._validate_every = Every(validate, state.steps_per_epoch)
         self._log_every = Every(triggers.log, state.steps_per_epoch)
-        self._hear_later = [each for each in callbacks.callbacks if hears_later(each)]
-        limits = context.config.trainer
-        # Logs of all ranks, and what ranks may have to repeat, are those of the last update.
-        one_by_one = self._hear_later and (context.has_common_logs or self.world.heals)
         self._per_call = UpdatesPerCall(
-            1 if one_by_one else limits.steps_per_call,
+            context.config.trainer.steps_per_call,
             lambda: self.program.can_train_many,
             triggers.accumulate,
         )
+        # Callbacks may differ between ranks, which must all make the same calls.
+        alone = self.world.size == 1 and not self.world.heals
+        self._catching_up = [c for c in callbacks.callbacks if alone and catches_up(c)]
+        limits = context.config.trainer
         self._limit = limits.fast_dev_run or limits.limit_train_batches or None
         guards = [c for c in callbacks.callbacks if isinstance(c, LossGuard)]
         self._stops_at_bad_loss = any(guard.stops_at_once for guard in guards)
@@ -160,7 +160,7 @@ class Loop:
         self._stop = StopDecision(state, triggers, signals, recovery, self._watch)
         self._validation = Validation(context, state, callbacks, signals)
         self._updates_made = 1  # by the last call
-        self._earlier_logs: list[Any] = []  # of its updates but the last, if callbacks want them
+        self._earlier_logs: list[Any] = []  # of its updates but the last, for `_catching_up`
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
@@ -251,14 +251,14 @@ class Loop:
     # -- the loops
 
     def run_program(self, updates: Updates) -> Any:
-        """Make the updates of one call of the program; returns its logs, unread."""
+        """Make the updates of one call of the program; returns the logs of the last, unread."""
         if len(updates) == 1:
-            self._updates_made, self._earlier_logs = 1, []
-            return self.program.train(updates[0])
-        batches, wanted = [update[0] for update in updates], bool(self._hear_later)
-        *earlier, logs = self.program.train_many(batches, self._stops_at_bad_loss, wanted)
-        self._updates_made, self._earlier_logs = 1 + len(earlier), earlier if wanted else []
-        return logs
+            logs = [self.program.train(updates[0])]
+        else:
+            batches, wanted = [update[0] for update in updates], bool(self._catching_up)
+            logs = self.program.train_many(batches, self._stops_at_bad_loss, wanted)
+        self._updates_made, self._earlier_logs = len(logs), logs[:-1] if self._catching_up else []
+        return logs[-1]
 
     def updates(self) -> Running:
         """Yield all updates from the present progress to the end; the History."""
@@ -430,7 +430,7 @@ class Loop:
         stop."""
         state, progress, ours = self.state, self.state.progress, self.callbacks.callbacks
         earlier, self._earlier_logs = self._earlier_logs, []
-        self.callbacks.hand_on(self._hear_later, progress.batch - 1 - len(earlier), earlier)
+        self.callbacks.catch_up(self._catching_up, progress.batch - 1 - len(earlier), earlier)
         emit(ours, "on_step_end", progress.step, logs)
         if state.rollback is not None:
             with state.times.of("checkpoint"):

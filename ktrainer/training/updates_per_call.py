@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.callbacks.callback_list import acts
+from ktrainer.callbacks.callback_list import handles
 from ktrainer.data.prefetch_thread import check_wait
 from ktrainer.errors import ConfigError
 
@@ -218,28 +218,26 @@ def max_updates_per_call(callback: Any) -> int | None:
     A method of that name returns it, which any callback may have. It is 1 where such an event is
     overridden by a class that the method's class does not derive from.
     """
-    of_keras = type(callback).__module__.startswith("keras.")
-    if of_keras and getattr(callback, "save_freq", None) == "epoch":
+    if not STEP_EVENTS.isdisjoint(vars(callback)):  # as of Keras' LambdaCallback
+        return 1
+    kind = type(callback)
+    if kind.__module__.startswith("keras.") and getattr(callback, "save_freq", None) == "epoch":
         return None  # Keras' own that save do nothing in batches unless they count them
-    if _must_act(callback):
+    if _overrides_step_events(kind):  # type: ignore[arg-type]
         return 1
     method = getattr(callback, "max_updates_per_call", None)
     return None if method is None else method()
 
 
-def hears_later(callback: Any) -> bool:
-    """Whether a callback hears of each batch of a call after the call: it has an event of batches,
-    and need not act in between, as its `max_updates_per_call` says."""
-    if not hasattr(callback, "max_updates_per_call") or _must_act(callback):
+def catches_up(callback: Any) -> bool:
+    """Whether the batch events of a callback are called for each batch after a call of several:
+    it has some, and a `max_updates_per_call` that covers them."""
+    own = not STEP_EVENTS.isdisjoint(vars(callback))
+    if own or not hasattr(callback, "max_updates_per_call"):
         return False
-    return any(acts(callback, event) for event in TRAIN_BATCH_EVENTS)
-
-
-def _must_act(callback: Any) -> bool:
-    """Whether a callback has an event of batches or steps of which no `max_updates_per_call`
-    knows."""
-    own = not STEP_EVENTS.isdisjoint(vars(callback))  # as of Keras' LambdaCallback
-    return own or _overrides_step_events(type(callback))  # type: ignore[arg-type]
+    if _overrides_step_events(type(callback)):  # type: ignore[arg-type]
+        return False
+    return any(handles(callback, event) for event in TRAIN_BATCH_EVENTS)
 
 
 @lru_cache(maxsize=1024)

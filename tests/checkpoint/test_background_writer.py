@@ -125,7 +125,7 @@ def test_synchronous_is_on_the_disk_when_it_returns(tmp_path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are those of Linux")
 @pytest.mark.parametrize(("asynchronous", "added"), [(True, NICENESS), (False, 0)])
-def test_steps_go_before_a_write_in_the_background(
+def test_a_write_in_the_background_has_a_lower_priority_than_steps(
     tmp_path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, added: int
 ) -> None:
     found: dict[str, set[int]] = {"files": set(), "checksums": set(), "steps": set()}
@@ -158,7 +158,25 @@ def test_steps_go_before_a_write_in_the_background(
     own = os.getpriority(os.PRIO_PROCESS, 0)
     keeper = Checkpoint(tmp_path, every="2ba", keep=9, asynchronous=asynchronous)
     fit(small_model(), [keeper, Steps()])
-    assert found == {"files": {own + added}, "checksums": {own + added}, "steps": {own}}
+    lower = min(19, own + added)
+    assert found == {"files": {lower}, "checksums": {lower}, "steps": {own}}
+
+
+def test_a_write_that_had_to_wait_is_no_estimate_of_the_next(tmp_path, monkeypatch) -> None:
+    def slow_at_first(point: str, path: Path) -> None:
+        if point == "before rename" and path.name == "step-00000002":
+            time.sleep(1)
+
+    class Asks(Callback):
+        def on_step_end(self, step: int, logs: Any = None) -> None:
+            if step in (3, 5):
+                keeper.wait()
+                seconds.append(keeper._saver.seconds_to_save())
+
+    monkeypatch.setattr(format_module, "fault_point", slow_at_first)
+    keeper, seconds = Checkpoint(tmp_path, every="2ba", keep=9), list[float]()
+    fit(small_model(), [keeper, Asks()], rows=100)
+    assert seconds[1] < 1 <= seconds[0]
 
 
 def test_an_error_in_training_waits_for_the_write(tmp_path, gate) -> None:

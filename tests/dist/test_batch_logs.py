@@ -35,25 +35,14 @@ class Heard(keras.callbacks.Callback):
         self.logs.append(("test", batch, dict(logs)))
 
 
-class HeardLater(Heard):
-    """The same of a callback that need not act between the updates of a call."""
-
-    def max_updates_per_call(self) -> int | None:
-        return None
-
-
 def heard(
-    names: list[str],
-    backend: dict[str, Any],
-    which: str = "all",
-    steps_per_call: int = 1,
-    kind: type[Heard] = Heard,
+    names: list[str], backend: dict[str, Any], which: str = "all", steps_per_call: int = 1
 ) -> list[list[tuple[str, int, dict[str, Any]]]]:
     use_float64()
     found = []
     try:
         for name in names:
-            callback = kind()
+            callback = Heard()
             progress = {"progress": "none", "csv": False, "batch_logs": which}
             trainer = {"epochs": 2, "steps_per_call": steps_per_call}
             with_ktrainer(
@@ -113,17 +102,6 @@ def test_all_ranks_hear_what_one_process_would(
     truth = heard(names, {"name": "local"}, "rank", steps_per_call)
     for ours in group.run(heard, names, backend, "all", steps_per_call, deadline=200):
         same(ours, truth)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("which", ["rank", "all"])
-def test_ranks_hear_of_each_batch_of_a_call(ranks: Callable[..., Any], which: str) -> None:
-    """Those of all ranks are of single updates."""
-    names, group = ["sample_weights", "nested_logs"], ranks(2)
-    truth = group.run(heard, names, DATA_PARALLEL, which)
-    found = group.run(heard, names, DATA_PARALLEL, which, 3, HeardLater)
-    for ours, expected in zip(found, truth, strict=True):
-        same(ours, expected)
 
 
 @pytest.mark.exhaustive

@@ -21,6 +21,7 @@ from ktrainer import Callback, ConfigError
 from ktrainer.callbacks import LossGuard
 from ktrainer.data import LocalBatch
 from ktrainer.steps.compiled_program import CompiledProgram
+from ktrainer.steps.train_many import StepLoop
 from ktrainer.training import updates_per_call
 from tests.contracts import running
 from tests.contracts.zoo import ZOO
@@ -43,6 +44,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return logs
 
     monkeypatch.setattr(CompiledProgram, "train_many", counting)
+    return found
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Updates of each compiled call of several."""
+    found: list[int] = []
+    call = StepLoop.__call__
+
+    def counting(self: Any, *stacked: Any) -> Any:
+        logs = call(self, *stacked)
+        found.append(len(logs))
+        return logs
+
+    monkeypatch.setattr(StepLoop, "__call__", counting)
     return found
 
 
@@ -513,12 +529,12 @@ def of_batches(callback: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("setting", ["auto", 7])
 @pytest.mark.parametrize("kind", [Listens, ListensToSteps])
 def test_a_callback_hears_of_each_batch_of_a_call(
-    calls: list[int], kind: Any, setting: int | str
+    loops: list[int], kind: Any, setting: int | str
 ) -> None:
     """In their order, with the logs that it would have got in between."""
     later, at_once = kind(), kind()
     run(setting, [later], trainer__epochs=2, logging__every="11ba")
-    assert max(calls) > 3
+    assert max(loops) > 3
     run(1, [at_once], trainer__epochs=2, logging__every="11ba")
     assert of_batches(later) == of_batches(at_once)
     assert len(of_batches(later)) == 2 * 2 * 30
@@ -540,14 +556,17 @@ def test_a_loss_that_is_not_finite_is_the_last_that_is_heard_of(
     assert later.heard[-1][:2] == ("end", 17)
 
 
-def logs_of_some_shape(rows: int | None) -> Callable[[], keras.Model]:
-    """A model whose logs have a number for each example, of so many or of an unknown number."""
+def logs_of_some_shape(rows: int | str | None) -> Callable[[], keras.Model]:
+    """A model whose logs have a number for each example, of so many or of an unknown number; or
+    that has "no logs"."""
 
     class Errors(keras.Model):
         def call(self, x: Any) -> Any:
             return x
 
         def train_step(self, batch: Any) -> dict[str, Any]:
+            if rows == "no logs":
+                return {}
             errors = tf.ensure_shape(tf.reduce_sum(batch[0] ** 2, 1), [rows])
             return {"loss": tf.reduce_mean(errors), "errors": errors, "deep": {"sum": errors[0]}}
 
@@ -559,14 +578,33 @@ def logs_of_some_shape(rows: int | None) -> Callable[[], keras.Model]:
     return model
 
 
-@pytest.mark.parametrize("rows", [BATCH, None])
-def test_logs_of_any_shape_are_heard_of(calls: list[int], rows: int | None) -> None:
+@pytest.mark.parametrize("rows", [BATCH, None, "no logs"])
+def test_logs_of_any_shape_are_heard_of(
+    calls: list[int], loops: list[int], rows: int | str | None
+) -> None:
     """Also those that do not stack, of updates that are made singly."""
     later, at_once = Listens(), Listens()
+    run("auto", model=logs_of_some_shape(rows), logging__every="100ba")
+    unheard = list(loops)
     run("auto", [later], model=logs_of_some_shape(rows), logging__every="100ba")
     assert max(calls) > 3
+    assert loops == unheard * (1 if rows is None else 2)
     run(1, [at_once], model=logs_of_some_shape(rows), logging__every="100ba")
     np.testing.assert_equal(later.heard, at_once.heard)
+
+
+def test_what_a_callback_asks_for_is_done_after_the_call() -> None:
+    class Stops(Listens):
+        max_updates_per_call = Listens.max_updates_per_call
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            super().on_train_batch_end(batch, logs)
+            if batch == 12:
+                self.model.stop_training = True
+
+    seen = Stops()
+    run(10, [seen])
+    assert [event[:2] for event in seen.heard[-2:]] == [("begin", 19), ("end", 19)]
 
 
 def test_others_are_called_once_a_call(calls: list[int]) -> None:

@@ -34,7 +34,7 @@ from ktrainer.steps.metric_states import require_sums, unadded_metrics
 from ktrainer.steps.move_out_of_strategy import generation, unwrap_variables
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
 from ktrainer.steps.step_helpers import global_seed, local_output, python_step
-from ktrainer.steps.train_many import ManySteps, can_compile_many, stack_local_batches
+from ktrainer.steps.train_many import StepLoop, can_loop, stack_local_batches
 
 _ONE_DEVICE = "Set backend.devices=1, which is one replica, or backend=local"
 
@@ -67,7 +67,7 @@ class ReplicatedProgram(Program):
         # Makes the variables, which then move into the strategy.
         self._maker = CompiledProgram(model, options)
         self._specs: dict[str, Any] = {}
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
         self._accumulated: ReplicaAccumulation | None = None
         self._logged = {kind: LoggedResults(model) for kind in ("train", "test")}
 
@@ -121,17 +121,17 @@ class ReplicatedProgram(Program):
         self._prepare_for(*local_batches)
         ends = ends_at_bad_loss and self.replicas.in_one_process  # else processes would end apart
         step = self._function("train")
-        if self.options.xla or not can_compile_many(step, all_logs):
+        if self.options.xla or not can_loop(step, all_logs):
             return super().train_many(local_batches, ends, all_logs)
         stacked = self._stacked(local_batches)
         # Sums are numbered as functions are called: all processes must call the same ones.
         if self._agree(stacked is None) or stacked is None:
             return super().train_many(local_batches, ends, all_logs)
-        kind = f"many, ends={ends}, all_logs={all_logs}"
-        if kind not in self._functions:
-            self._functions[kind] = ManySteps(step, ends, all_logs)
+        key = ("many", ends, all_logs)
+        if key not in self._functions:
+            self._functions[key] = StepLoop(step, ends, all_logs)
         with self._explained(local_batches):
-            logs: list[Logs] = self._functions[kind](*stacked)
+            logs: list[Logs] = self._functions[key](*stacked)
         return logs
 
     def test(self, local_batch: LocalBatchLike) -> Logs:
