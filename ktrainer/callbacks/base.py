@@ -128,9 +128,10 @@ class Callback(keras.callbacks.Callback):
         callback's events of batches and steps are called; None: no limit.
 
         For `trainer.steps_per_call=auto`. A class that overrides such an event and not this method,
-        or inherits the two from different bases, has the limit 1. Otherwise, in one process, events
-        of batches are called for every batch once the call is over, and events of steps once a
-        call; also with a number for `steps_per_call`, to which this limit does not apply.
+        or inherits the two from different bases, has the limit 1. One that defines it gets, in one
+        process, the begin of a call's first batch before the call, the other events of its batches
+        after it, and events of steps once a call; also with a number for `steps_per_call`, to
+        which this limit does not apply.
         """
         return None
 

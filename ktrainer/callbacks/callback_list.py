@@ -60,11 +60,11 @@ class CallbackList(keras.callbacks.CallbackList):
         self._call_at_batch("on_train_batch_end", "on_batch_end", batch, logs)
 
     def catch_up(self, callbacks: Collection[Any], first: int, logs: Sequence[Any]) -> None:
-        """Call the batch events of a compiled call that several batches were trained in, between
-        the begin of its first batch and the end of its last.
+        """Call the batch events that a call of several updates has left out: all between the begin
+        of its first batch and the end of its last.
 
         Args:
-            callbacks: of which they are called.
+            callbacks: those that get them.
             first: number of the first batch.
             logs: of each batch but the last.
         """

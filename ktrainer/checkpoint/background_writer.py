@@ -55,6 +55,9 @@ class BackgroundWriter:
         alone: whether the other ranks have made theirs already.
         on_saved: called on rank 0 for each checkpoint once it is on the disk.
 
+    Attributes:
+        niceness: of the thread of the next write, beside that of steps.
+
     Raises:
         SetupError: on all ranks: the folder cannot be written, or another job uses it.
     """
@@ -70,6 +73,7 @@ class BackgroundWriter:
     ) -> None:
         self.store, self.world, self.asynchronous = Store(directory), world, asynchronous
         self._model, self._on_saved = model, on_saved
+        self.niceness = NICENESS
         self._lock = None if alone else _lock_on_root(self.store, world)
         self._parts: StageParts | None = None
         self._texts: dict[str, bytes] = {}
@@ -77,7 +81,7 @@ class BackgroundWriter:
         self._error: str | None = None
         self._ending = threading.Event()
         self._number = 0  # saves so far
-        # Start of the last write, and the shortest: others had to wait for steps. Seconds.
+        # Start of the last write, and the shortest: longer ones may have waited for steps. Seconds.
         self._began, self._shortest = 0.0, 0.0
         self._raised = False  # whether an error was raised
         _open.add(self)
@@ -183,7 +187,7 @@ class BackgroundWriter:
         """Do `job` in this thread, and let steps go first where processors are few."""
         if sys.platform == "linux":  # elsewhere `nice` changes the whole process
             with suppress(OSError):  # where that is forbidden, the write is as important as steps
-                os.nice(NICENESS)  # of this thread, and of those that it starts
+                os.nice(self.niceness)  # of this thread, and of those that it starts
         self._guarded(job)
 
     def _guarded(self, job: Callable[[], None]) -> None:
@@ -218,7 +222,7 @@ class BackgroundWriter:
         if self._thread is None or not self._thread.is_alive():
             return self._shortest
         lasts = time.monotonic() - self._began
-        return max(0.0, self._shortest - lasts) + max(self._shortest, lasts)
+        return max(0.0, self._shortest - lasts) + (self._shortest or lasts)
 
     def _ended(self) -> str | None:
         """Wait for this rank's write in progress; return its error, once."""

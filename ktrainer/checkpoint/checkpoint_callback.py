@@ -295,6 +295,7 @@ class Checkpoint(Callback):
         if self._saver is None or self.progress.step == 0 or self.progress.moment == self._saved:
             return
         if self._agreed(self._saver.seconds_to_save() < seconds):
+            self._saver.niceness = 0  # no more steps are made
             self.save()
 
     def latest(self) -> Entry | None:

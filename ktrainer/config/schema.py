@@ -123,7 +123,8 @@ class TrainerConfig:
         steps_per_call: updates in one compiled call, which is faster for small models. auto: in one
             process as many as lie between two moments at which something is due (a callback, a
             checkpoint, logs) and as about 50 ms take, with the same bits; else 1. A number:
-            callbacks run once per call, unless `max_updates_per_call` says that they can wait.
+            callbacks run once per call; in one process those that define `max_updates_per_call` get
+            the events of each batch after it.
         deterministic: use only operations that give the same bits in every run. Needs a seed.
         interrupt: what `fit` does on a signal to end.
         profile: a trace of some steps.

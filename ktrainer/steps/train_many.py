@@ -109,7 +109,7 @@ class StepLoop:
                 values = [array.write(i, v) for array, v in zip(kept, values, strict=True)]
             return i + 1, good, *values
 
-        kept, shapes = self._before_first_step(count)
+        kept, shapes = self._initial_logs(count)
         steps, _, *values = tf.while_loop(
             lambda i, good, *_: good & (i < count),
             update,
@@ -121,8 +121,8 @@ class StepLoop:
             values = [array.stack()[:steps] for array in values]
         return values, steps
 
-    def _before_first_step(self, count: tf.Tensor) -> tuple[list[Any], list[tf.TensorShape]]:
-        """What the loop keeps of logs, as it begins, and the shapes that this may take."""
+    def _initial_logs(self, count: tf.Tensor) -> tuple[list[Any], list[tf.TensorShape]]:
+        """The variables of the loop that hold logs, as it begins, and the shapes they may take."""
         if self._all_logs:
             arrays = [tf.TensorArray(s.dtype, count, element_shape=s.shape) for s in self._specs]
             return arrays, [tf.TensorShape(None)] * len(arrays)

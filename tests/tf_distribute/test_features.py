@@ -443,8 +443,8 @@ def test_a_saved_model_is_an_ordinary_one_and_so_is_that_of_a_closed_trainer(
     assert kinds == {"ResourceVariable"}
 
 
-def heard_of(steps_per_call: int) -> tuple[list[Any], int]:
-    """What a callback that need not act between the updates of a call hears of batches, and the
+def heard_of(strategy: str, steps_per_call: int) -> tuple[list[Any], int]:
+    """The events of batches of a callback that need not act between the updates of a call, and the
     number of compiled calls of several updates."""
     import keras
 
@@ -464,18 +464,24 @@ def heard_of(steps_per_call: int) -> tuple[list[Any], int]:
 
     words = {"data__batch_size": 4, "trainer__steps_per_call": steps_per_call}
     spied = patch.object(StepLoop, "__call__", autospec=True, side_effect=StepLoop.__call__)
-    with trainer("mirrored", **words) as it, spied as loops:
+    with trainer(strategy, **words) as it, spied as loops:
         it.fit(small_model(), vectors(32), callbacks=[Listens()])
     return Listens.heard, loops.call_count
 
 
 def test_a_callback_hears_of_each_batch_of_a_call(ranks: Callable[..., Any]) -> None:
     ((several, loops), (single, no_loops)) = (
-        under(ranks, "mirrored", heard_of, each)[0] for each in (3, 1)
+        under(ranks, "mirrored", heard_of, "mirrored", each)[0] for each in (3, 1)
     )
     assert (loops, no_loops) == (3, 0)
     assert several == single
     assert len(several) == 16
+
+
+def test_callbacks_of_several_processes_are_called_once_a_call(ranks: Callable[..., Any]) -> None:
+    for heard, loops in under(ranks, "data_parallel", heard_of, "data_parallel", 3):
+        batches = [event if isinstance(event, int) else event[0] for event in heard]
+        assert (batches, loops) == ([0, 2, 3, 5, 6, 7], 3)
 
 
 def stopped_in_a_call(strategy: str) -> tuple[int, list[str]]:
