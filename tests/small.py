@@ -94,6 +94,23 @@ class Watch(Callback):
         self.logged.append(step)
 
 
+class Listens(keras.callbacks.Callback):
+    """Notes the events of batches, and need not act between the updates of a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[Any, ...]] = []
+
+    def max_updates_per_call(self) -> int | None:
+        return None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.heard.append(("begin", batch))
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.heard.append(("end", batch, {**logs}))
+
+
 def watch(validation: Any = None, **settings: Any) -> tuple[Watch, Trainer, dict[str, Any]]:
     seen = Watch()
     with trainer([seen], **settings) as it:

@@ -179,12 +179,12 @@ class BackgroundWriter:
             self._guarded(job)
             return
         self._thread = threading.Thread(
-            target=self._run_at_low_priority, args=(job,), name="ktrainer-checkpoint", daemon=True
+            target=self._run_in_thread, args=(job,), name="ktrainer-checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _run_at_low_priority(self, job: Callable[[], None]) -> None:
-        """Do `job` in this thread, and let steps go first where processors are few."""
+    def _run_in_thread(self, job: Callable[[], None]) -> None:
+        """Do `job` in this thread of its own, which yields to steps where processors are few."""
         if sys.platform == "linux":  # elsewhere `nice` changes the whole process
             with suppress(OSError):  # where that is forbidden, the write is as important as steps
                 os.nice(self.niceness)  # of this thread, and of those that it starts

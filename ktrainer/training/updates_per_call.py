@@ -218,12 +218,7 @@ def max_updates_per_call(callback: Any) -> int | None:
     A method of that name returns it, which any callback may have. It is 1 where such an event is
     overridden by a class that the method's class does not derive from.
     """
-    if not STEP_EVENTS.isdisjoint(vars(callback)):  # as of Keras' LambdaCallback
-        return 1
-    kind = type(callback)
-    if kind.__module__.startswith("keras.") and getattr(callback, "save_freq", None) == "epoch":
-        return None  # Keras' own that save do nothing in batches unless they count them
-    if _overrides_step_events(kind):  # type: ignore[arg-type]
+    if _needs_single_updates(callback):
         return 1
     method = getattr(callback, "max_updates_per_call", None)
     return None if method is None else method()
@@ -232,12 +227,20 @@ def max_updates_per_call(callback: Any) -> int | None:
 def catches_up(callback: Any) -> bool:
     """Whether the batch events of a callback are called for each batch after a call of several:
     it has some, and a `max_updates_per_call` that covers them."""
-    own = not STEP_EVENTS.isdisjoint(vars(callback))
-    if own or not hasattr(callback, "max_updates_per_call"):
-        return False
-    if _overrides_step_events(type(callback)):  # type: ignore[arg-type]
+    if not hasattr(callback, "max_updates_per_call") or _needs_single_updates(callback):
         return False
     return any(handles(callback, event) for event in TRAIN_BATCH_EVENTS)
+
+
+def _needs_single_updates(callback: Any) -> bool:
+    """Whether a callback has an event of batches or steps that its `max_updates_per_call` does not
+    cover."""
+    if not STEP_EVENTS.isdisjoint(vars(callback)):  # as of Keras' LambdaCallback
+        return True
+    kind = type(callback)
+    if kind.__module__.startswith("keras.") and getattr(callback, "save_freq", None) == "epoch":
+        return False  # Keras' own that save do nothing in batches unless they count them
+    return _overrides_step_events(kind)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1024)

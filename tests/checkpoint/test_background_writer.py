@@ -123,6 +123,11 @@ def test_synchronous_is_on_the_disk_when_it_returns(tmp_path) -> None:
     assert seen == [[], [2], [2], [2, 4], [2, 4]]
 
 
+def priority() -> int:
+    """The niceness of the calling thread."""
+    return os.getpriority(os.PRIO_PROCESS, 0)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are those of Linux")
 @pytest.mark.parametrize(("asynchronous", "added"), [(True, NICENESS), (False, 0)])
 def test_a_write_in_the_background_has_a_lower_priority_than_steps(
@@ -130,15 +135,12 @@ def test_a_write_in_the_background_has_a_lower_priority_than_steps(
 ) -> None:
     found: dict[str, set[int]] = {"files": set(), "checksums": set(), "steps": set()}
 
-    def note(of: str) -> None:
-        found[of].add(os.getpriority(os.PRIO_PROCESS, 0))  # of the calling thread
-
     class Digest:
         def __init__(self, *data: bytes) -> None:
             self.digest = blake3(*data)
 
         def update(self, piece: Any) -> None:
-            note("checksums")
+            found["checksums"].add(priority())
             self.digest.update(piece)
 
         def hexdigest(self) -> str:
@@ -146,16 +148,15 @@ def test_a_write_in_the_background_has_a_lower_priority_than_steps(
 
     class Steps(Callback):
         def on_step_end(self, step: int, logs: Any = None) -> None:
-            note("steps")
-
-    monkeypatch.setattr(format_module, "blake3", Digest)
+            found["steps"].add(priority())
 
     def at(point: str, path: Path) -> None:
         if point == "before file":
-            note("files")
+            found["files"].add(priority())
 
+    monkeypatch.setattr(format_module, "blake3", Digest)
     monkeypatch.setattr(format_module, "fault_point", at)
-    own = os.getpriority(os.PRIO_PROCESS, 0)
+    own = priority()
     keeper = Checkpoint(tmp_path, every="2ba", keep=9, asynchronous=asynchronous)
     fit(small_model(), [keeper, Steps()])
     lower = min(19, own + added)
@@ -208,9 +209,11 @@ def test_a_last_checkpoint_has_the_priority_of_steps(tmp_path, monkeypatch) -> N
                 found.clear()
                 keeper.save_in_time(60)
 
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    note = lambda *_: found.append(os.getpriority(os.PRIO_PROCESS, 0))  # noqa: E731
-    monkeypatch.setattr(format_module, "fault_point", note)
+    def at(point: str, path: Path) -> None:
+        found.append(priority())
+
+    own = priority()
+    monkeypatch.setattr(format_module, "fault_point", at)
     keeper = Checkpoint(tmp_path, every="2ba", keep=9)
     fit(small_model(), [keeper, Ends()])
     assert set(found) == {own}

@@ -446,27 +446,15 @@ def test_a_saved_model_is_an_ordinary_one_and_so_is_that_of_a_closed_trainer(
 def heard_of(strategy: str, steps_per_call: int) -> tuple[list[Any], int]:
     """The events of batches of a callback that need not act between the updates of a call, and the
     number of compiled calls of several updates."""
-    import keras
-
     from ktrainer.steps.train_many import StepLoop
+    from tests.small import Listens
 
-    class Listens(keras.callbacks.Callback):
-        heard: list[Any] = []
-
-        def max_updates_per_call(self) -> int | None:
-            return None
-
-        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            self.heard.append(batch)
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.heard.append((batch, {**logs}))
-
+    seen = Listens()
     words = {"data__batch_size": 4, "trainer__steps_per_call": steps_per_call}
     spied = patch.object(StepLoop, "__call__", autospec=True, side_effect=StepLoop.__call__)
     with trainer(strategy, **words) as it, spied as loops:
-        it.fit(small_model(), vectors(32), callbacks=[Listens()])
-    return Listens.heard, loops.call_count
+        it.fit(small_model(), vectors(32), callbacks=[seen])
+    return seen.heard, loops.call_count
 
 
 def test_a_callback_hears_of_each_batch_of_a_call(ranks: Callable[..., Any]) -> None:
@@ -480,7 +468,7 @@ def test_a_callback_hears_of_each_batch_of_a_call(ranks: Callable[..., Any]) -> 
 
 def test_callbacks_of_several_processes_are_called_once_a_call(ranks: Callable[..., Any]) -> None:
     for heard, loops in under(ranks, "data_parallel", heard_of, "data_parallel", 3):
-        batches = [event if isinstance(event, int) else event[0] for event in heard]
+        batches = [batch for _, batch, *_ in heard]
         assert (batches, loops) == ([0, 2, 3, 5, 6, 7], 3)
 
 

@@ -25,7 +25,7 @@ from ktrainer.steps.train_many import StepLoop
 from ktrainer.training import updates_per_call
 from tests.contracts import running
 from tests.contracts.zoo import ZOO
-from tests.small import BATCH, Watch, build, data, trainer, weights
+from tests.small import BATCH, Listens, Watch, build, data, trainer, weights
 
 ROWS = 30 * BATCH
 
@@ -35,30 +35,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Updates of each grouped call, in trainings that are shorter than those that group."""
     monkeypatch.setattr(updates_per_call, "FIRST_UPDATES", 2)
     monkeypatch.setattr(updates_per_call, "MAX_SECONDS", 3600.0)  # compiling takes seconds
-    found: list[int] = []
-    train_many = CompiledProgram.train_many
-
-    def counting(self: Any, *args: Any) -> Any:
-        logs = train_many(self, *args)
-        found.append(len(logs))
-        return logs
-
-    monkeypatch.setattr(CompiledProgram, "train_many", counting)
-    return found
+    return count_updates(monkeypatch, CompiledProgram, "train_many")
 
 
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Updates of each compiled call of several."""
-    found: list[int] = []
-    call = StepLoop.__call__
+    return count_updates(monkeypatch, StepLoop, "__call__")
 
-    def counting(self: Any, *stacked: Any) -> Any:
-        logs = call(self, *stacked)
+
+def count_updates(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[int]:
+    """The updates of each call, from here on, of a method that returns their logs."""
+    found: list[int] = []
+    method = getattr(kind, name)
+
+    def counting(self: Any, *args: Any) -> Any:
+        logs = method(self, *args)
         found.append(len(logs))
         return logs
 
-    monkeypatch.setattr(StepLoop, "__call__", counting)
+    monkeypatch.setattr(kind, name, counting)
     return found
 
 
@@ -494,23 +490,6 @@ def test_what_is_faster_is_compared_after_the_first_pass_over_the_data(
             sizes += [len(updates)] * len(updates)
     assert max(sizes[batches - 50 : batches + 30]) == 1
     assert 1 not in sizes[batches + 50 :]
-
-
-class Listens(keras.callbacks.Callback):
-    """Notes the events of batches, and need not act between the updates of a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heard: list[tuple[Any, ...]] = []
-
-    def max_updates_per_call(self) -> int | None:
-        return None
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.heard.append(("begin", batch))
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.heard.append(("end", batch, {**logs}))
 
 
 class ListensToSteps(Listens, Callback):
