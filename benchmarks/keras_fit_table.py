@@ -22,5 +22,6 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def what_and_sizes(model: str, at_once: int | str) -> tuple[str, str]:
-    """Names of a row: a model's step, with so many steps a call."""
-    return f"step of {model}, {at_once} a call", f"{SIZES[model]}, batch {BATCH}, 1 process"
+    """Names of a row: the step of a model and its data, with so many steps a call."""
+    sizes = SIZES[model.partition(",")[0]]
+    return f"step of {model}, {at_once} a call", f"{sizes}, batch {BATCH}, 1 process"

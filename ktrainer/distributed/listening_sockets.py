@@ -25,13 +25,14 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from ktrainer.config.launch_environment import LOOPBACK
 
 _WILDCARDS = ("0.0.0.0", "::")
+_MAPPED = "::ffff:"  # before an IPv4 address in IPv6
 _BACKLOG = 4096
 _POLL_SECONDS = 0.02
 _ACCEPT_SECONDS = 0.2  # for the library to accept what came before the new socket was opened
@@ -65,11 +66,18 @@ class _Event(ctypes.Structure):
 
 def on_all_interfaces() -> list[ListeningSocket]:
     """The sockets of this process that listen on all interfaces."""
-    return [
-        ListeningSocket(c.fd, c.laddr.port)
-        for c in psutil.Process().net_connections("inet")
-        if c.status == psutil.CONN_LISTEN and c.laddr.ip in _WILDCARDS
-    ]
+    return [ListeningSocket(c.fd, c.laddr.port) for c in _listening() if c.laddr.ip in _WILDCARDS]
+
+
+def listens_at(port: int, address: str) -> bool:
+    """Whether a socket of this process listens at an IPv4 address, there alone."""
+    places = {(c.laddr.ip.removeprefix(_MAPPED), c.laddr.port) for c in _listening()}
+    return (address, port) in places
+
+
+def _listening() -> list[Any]:
+    connections = psutil.Process().net_connections("inet")
+    return [each for each in connections if each.status == psutil.CONN_LISTEN]
 
 
 def narrow_at(
@@ -215,4 +223,4 @@ def _narrowed(old: socket.socket, new: socket.socket, address: str) -> str:
         return address
     alone = old.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
     new.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, alone)
-    return "::1" if alone else f"::ffff:{address}"
+    return "::1" if alone else f"{_MAPPED}{address}"

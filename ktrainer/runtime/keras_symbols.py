@@ -570,6 +570,9 @@ tensorflow.python.trackable.base
 tensorflow.python.module.module
     Module._flatten
         steps: called; the variables and random generators inside of a layer's attribute
+tensorflow.python.eager.polymorphic_function.polymorphic_function
+    UnliftedInitializerVariable
+        steps: one operation reads this kind, which is made in a traced function
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         steps, verify: its methods that assign are replaced; assignments are noted, or undone

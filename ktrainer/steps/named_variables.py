@@ -11,6 +11,9 @@ import tensorflow as tf
 from keras.src.utils.naming import to_snake_case
 from tensorflow.python.eager.context import context
 from tensorflow.python.eager.execute import execute
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import (
+    UnliftedInitializerVariable,
+)
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from ktrainer.steps.optimizers import optimizers_of
@@ -18,6 +21,7 @@ from ktrainer.steps.variable_assignments import assign_total
 from ktrainer.steps.variable_placement import placement_of
 
 ATTRIBUTE = "attribute/"
+_PLAIN = (ResourceVariable, UnliftedInitializerVariable)  # made eagerly, and in a traced function
 # Where TensorFlow lists an object's attributes.
 _OF_TENSORFLOW = (
     "_self_unconditional_checkpoint_dependencies",
@@ -168,7 +172,7 @@ def view_of(variable: Any) -> np.ndarray:
     """The values of a variable, read-only and without a copy if they are in host memory
     (`variable.numpy()` copies). They do not change with the variable."""
     value = getattr(variable, "_value", variable)
-    if type(value) is ResourceVariable:  # one operation, not three
+    if type(value) in _PLAIN:  # one operation, not three
         return np.asarray(tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype))
     return np.asarray(tf.convert_to_tensor(variable))
 
@@ -177,8 +181,10 @@ def views_of(variables: Sequence[Any]) -> list[np.ndarray]:
     """`view_of` of each; variables on one device are read in one operation, as starting an
     operation takes longer than copying a scalar."""
     values = [getattr(variable, "_value", variable) for variable in variables]
-    plain = all(type(value) is ResourceVariable for value in values)
-    if not plain or len({value.device for value in values}) != 1:
+    if (
+        not all(type(value) in _PLAIN for value in values)
+        or len({value.device for value in values}) != 1
+    ):
         return [view_of(variable) for variable in variables]
     dtypes = [value.dtype.as_datatype_enum for value in values]
     attributes = ("N", len(values), "dtypes", dtypes)

@@ -96,8 +96,9 @@ class UpdatesPerCall:
                 most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
         if not updates:
             self._ended = 0.0
-            if self._first_pass:
-                self._start_comparison(max(COMPARED_UPDATES, FIRST_UPDATES - self._updates))
+            # Longer calls that were faster while data was slow stay so once it is cached.
+            if self._first_pass and self._compared is False:
+                self._start_comparison(COMPARED_UPDATES)
             self._first_pass = False
         return updates
 
@@ -159,8 +160,8 @@ class UpdatesPerCall:
         """Whether calls of many updates are faster, or are still tried; they are slower where data
         takes longer than the step, as the two no longer overlap.
 
-        Compared again after the first pass over the data, and whenever there are three times as
-        many updates: data is cached by then, or another program has ended.
+        Compared again whenever there are three times as many updates, as another program may have
+        ended; and if they are slower, after the first pass over the data, which may be cached then.
         """
         if self._updates >= self._compare_again:
             self._start_comparison(COMPARED_UPDATES)

@@ -17,7 +17,7 @@ import psutil
 
 from ktrainer.config.cluster_environment import ClusterSpec
 from ktrainer.config.launch_environment import LOOPBACK, NETWORK, listening_address
-from ktrainer.distributed.listening_sockets import narrow, on_all_interfaces
+from ktrainer.distributed.listening_sockets import listens_at, narrow, on_all_interfaces
 
 _POLL = 0.01  # seconds
 _AFTER = 1.0  # seconds after the start
@@ -40,7 +40,8 @@ def kept_on_interface(cluster: ClusterSpec) -> Iterator[None]:
         until = None
         while until is None or time.monotonic() < until:
             with suppress(OSError, psutil.Error):  # a connection that TensorFlow has not accepted
-                if narrow_port(port, address):
+                # It is there already, if this process has started it before.
+                if narrow_port(port, address) or listens_at(port, address):
                     return
             if started.wait(_POLL) and until is None:
                 until = time.monotonic() + _AFTER
