@@ -7,7 +7,11 @@ import argparse
 from results import add_option
 
 BATCH = 64
-SIZES = {"MLP": "MLP 784-64-10", "CNN": "CNN, 8 and 16 filters"}
+SIZES = {
+    "MLP": "MLP 784-64-10",
+    "MLP, arrays": "MLP 784-64-10",
+    "CNN": "CNN, 8 and 16 filters",
+}
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -23,5 +27,4 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 def what_and_sizes(model: str, at_once: int | str) -> tuple[str, str]:
     """Names of a row: the step of a model and its data, with so many steps a call."""
-    sizes = SIZES[model.partition(",")[0]]
-    return f"step of {model}, {at_once} a call", f"{sizes}, batch {BATCH}, 1 process"
+    return f"step of {model}, {at_once} a call", f"{SIZES[model]}, batch {BATCH}, 1 process"

@@ -33,8 +33,8 @@ def elements(dataset: tf.data.Dataset) -> Elements:
     if not all(type(spec) is tf.TensorSpec for spec in specs):
         iterator = iter(dataset)
         return Elements(iterator._iterator_resource, iterator)
+    # Lists: for each element TensorFlow calls Python for each dimension of a `TensorShape`.
     shapes = [None if spec.shape.rank is None else spec.shape.as_list() for spec in specs]
-    # As lists: TensorFlow calls Python for each dimension of a `TensorShape`, for each element.
     signature = {"output_types": [spec.dtype for spec in specs], "output_shapes": shapes}
     with tf.device("/CPU:0"):
         iterator = tf.raw_ops.AnonymousIteratorV3(**signature)

@@ -32,7 +32,7 @@ import psutil
 from ktrainer.config.launch_environment import LOOPBACK
 
 _WILDCARDS = ("0.0.0.0", "::")
-_MAPPED = "::ffff:"  # before an IPv4 address in IPv6
+_MAPPED = "::ffff:"  # an IPv4 address as one of IPv6 begins so
 _BACKLOG = 4096
 _POLL_SECONDS = 0.02
 _ACCEPT_SECONDS = 0.2  # for the library to accept what came before the new socket was opened
@@ -70,9 +70,9 @@ def on_all_interfaces() -> list[ListeningSocket]:
 
 
 def listens_at(port: int, address: str) -> bool:
-    """Whether a socket of this process listens at an IPv4 address, there alone."""
-    places = {(c.laddr.ip.removeprefix(_MAPPED), c.laddr.port) for c in _listening()}
-    return (address, port) in places
+    """Whether a socket of this process listens at an IPv4 address, rather than on all."""
+    found = {(c.laddr.ip.removeprefix(_MAPPED), c.laddr.port) for c in _listening()}
+    return (address, port) in found
 
 
 def _listening() -> list[Any]:

@@ -572,7 +572,7 @@ tensorflow.python.module.module
         steps: called; the variables and random generators inside of a layer's attribute
 tensorflow.python.eager.polymorphic_function.polymorphic_function
     UnliftedInitializerVariable
-        steps: one operation reads this kind, which is made in a traced function
+        steps: one operation reads this kind, which is made while a function is traced
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         steps, verify: its methods that assign are replaced; assignments are noted, or undone

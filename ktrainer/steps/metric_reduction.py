@@ -71,6 +71,7 @@ def global_results(
             the result of the metric of its name.
         of_step: keep a log that is no metric's also where the keys are those of the metrics. At the
             end of an epoch Keras puts the metric's result in its place; in logs of steps it stays.
+            In one process the logs are then the result.
 
     Returns:
         Floats by name, in the metrics' order; arrays for results that are not scalar.
@@ -78,8 +79,8 @@ def global_results(
     Raises:
         DivergenceError: ranks have different metrics or log keys; it names them.
     """
-    if of_step and logs and world.size == 1:  # they are the result as they are
-        return _Reduction([], [], logs, world, sources).results(of_step)
+    if of_step and logs and world.size == 1:  # no states are needed
+        return _as_result(logs, _numbers(logs))
     states = take_states(metrics) if states is None else [list(s) for s in states]
     # Keras makes the compiled metrics at the first batch; before, they have no result.
     built = [i for i, m in enumerate(metrics) if getattr(m, "built", True)]
@@ -104,8 +105,8 @@ class _Reduction:
     ) -> None:
         self.metrics, self.states, self.world = metrics, states, world
         self.given = logs or {}
+        self.logs = _numbers(self.given)
         given = flatten_paths(self.given)
-        self.logs = {p: n for p, v in given.items() if (n := as_number(v)) is not None}
         self.sources = {p: s for p, s in (sources or {}).items() if p in given}
         self._by_inner_name = sources is None
         self.leaves = [
@@ -199,7 +200,7 @@ class _Reduction:
 
     def results(self, of_step: bool) -> dict[str, Any]:
         found = self._metric_results()
-        keeps_logs = of_step and (self.world.size == 1 or None in self.sources.values())
+        keeps_logs = of_step and None in self.sources.values()
         if not self.given or (set(self.given) == set(found) and not keeps_logs):
             return found
         values: dict[LogPath, Any] = dict(self.logs)
@@ -210,8 +211,7 @@ class _Reduction:
             for path, source in self.sources.items():
                 if source is not None:
                     values[path] = source.of([self._result_of(m) for m in source.metrics])
-        plain = {path: _plain(value) for path, value in values.items()}
-        return as_keras_flattens(unflatten_paths(self.given, plain))
+        return _as_result(self.given, values)
 
     def _result_of(self, metric: Any) -> Any:
         """The result over all ranks of one of the metrics, which may be a compiled one."""
@@ -231,6 +231,16 @@ class _Reduction:
                     result[list(result)[leaf.entry]] = leaf.averaged
             found.update(_named(metric.name, result))
         return found
+
+
+def _numbers(logs: Mapping[str, Any]) -> dict[LogPath, np.ndarray]:
+    return {p: n for p, v in flatten_paths(logs).items() if (n := as_number(v)) is not None}
+
+
+def _as_result(logs: Mapping[str, Any], values: Mapping[LogPath, Any]) -> dict[str, Any]:
+    """Values in the structure of `logs`, flattened as Keras does."""
+    plain = {path: _plain(value) for path, value in values.items()}
+    return as_keras_flattens(unflatten_paths(logs, plain))
 
 
 def _plain(value: Any) -> Any:

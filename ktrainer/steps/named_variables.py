@@ -21,7 +21,10 @@ from ktrainer.steps.variable_assignments import assign_total
 from ktrainer.steps.variable_placement import placement_of
 
 ATTRIBUTE = "attribute/"
-_PLAIN = (ResourceVariable, UnliftedInitializerVariable)  # made eagerly, and in a traced function
+_PLAIN = (
+    ResourceVariable,
+    UnliftedInitializerVariable,
+)  # made eagerly, and while a function is traced
 # Where TensorFlow lists an object's attributes.
 _OF_TENSORFLOW = (
     "_self_unconditional_checkpoint_dependencies",

@@ -96,10 +96,8 @@ class UpdatesPerCall:
                 most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
         if not updates:
             self._ended = 0.0
-            # Longer calls that were faster while data was slow stay so once it is cached.
-            if self._first_pass and self._compared is False:
-                self._start_comparison(COMPARED_UPDATES)
-            self._first_pass = False
+            if self._first_pass:
+                self._end_first_pass()
         return updates
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:
@@ -160,17 +158,29 @@ class UpdatesPerCall:
         """Whether calls of many updates are faster, or are still tried; they are slower where data
         takes longer than the step, as the two no longer overlap.
 
-        Compared again whenever there are three times as many updates, as another program may have
-        ended; and if they are slower, after the first pass over the data, which may be cached then.
+        Compared again each time the number of updates has tripled, as another program may have
+        ended; and after the first pass over the data unless they were faster in it.
         """
         if self._updates >= self._compare_again:
             self._start_comparison(COMPARED_UPDATES)
         if self._updates < self._single_until:
             return False
-        if self._compared is None and self._many.updates >= FIRST_UPDATES:
+        self._compare(FIRST_UPDATES)
+        return self._compared is not False
+
+    def _compare(self, updates: int) -> None:
+        """Decide which are faster, if so many updates were made in longer calls."""
+        if self._compared is None and self._many.updates >= updates:
             self._compared = self._many.median < self._one.median
             self._compare_again = 3.0 * self._updates
-        return self._compared is not False
+
+    def _end_first_pass(self) -> None:
+        """Compare again, as data may be cached from here on. Longer calls that were faster while
+        it was slow are so all the more when it is not."""
+        self._first_pass = False
+        self._compare(COMPARED_UPDATES)
+        if not self._compared:
+            self._start_comparison(max(COMPARED_UPDATES, FIRST_UPDATES - self._updates))
 
     def _is_late(self) -> bool:
         return time.perf_counter() - self._began > MAX_SECONDS

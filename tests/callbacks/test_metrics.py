@@ -8,11 +8,13 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ktrainer import distributed
 from ktrainer.callbacks import AverageMetrics, global_results
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import DivergenceError
+from ktrainer.steps import named_variables
 from ktrainer.steps.metric_states import adds_up, result_with, take_states
 
 ROWS = 101  # odd: no two ranks have as many rows
@@ -294,6 +296,32 @@ def test_logs_of_a_users_own_train_step(ranks) -> None:
     metric = keras.metrics.Mean(name="loss")
     logs = {"loss": 5.0, "mine": 1.0}
     assert global_results([metric], SingleWorld(), logs=logs) == logs
+
+
+def test_logs_of_a_step_in_one_process_are_its_own() -> None:
+    metric = keras.metrics.Mean(name="loss")  # its states would say 0
+    logs = {"loss": tf.constant(0.5), "inner": {"rows": np.int64(4)}, "text": "no number"}
+    results = global_results([metric], SingleWorld(), logs=logs, of_step=True)
+    assert results == {"loss": 0.5, "rows": 4}
+
+
+def test_states_are_read_together_where_a_trace_has_made_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(named_variables, "view_of", None)  # which reads one alone
+    metrics = [keras.metrics.Mean()]
+
+    @tf.function
+    def update(value: tf.Tensor) -> None:
+        if len(metrics) == 1:  # as Keras makes those of compiled metrics
+            metrics.append(keras.metrics.Mean())
+        metrics[1].update_state(value)
+
+    metrics[0].update_state(3.0)
+    update(tf.constant(5.0))
+    kinds = {type(variable.value) for metric in metrics for variable in metric.variables}
+    assert len(kinds) == 2
+    assert take_states(metrics) == [[3.0, 1.0], [5.0, 1.0]]
 
 
 def _model_and_rows() -> tuple[Any, list[np.ndarray]]:

@@ -456,7 +456,9 @@ def test_the_users_own_error_comes_through(size: int) -> None:
 
 def test_elements_are_those_of_the_dataset() -> None:
     nested = batches(10, 4).map(lambda x, y: ({"b": x, "a": (y, y)}, y))
-    for dataset in (batches(10, 4), nested, batches(10, 4).map(lambda x, y: x)):
+    spec = tf.TensorSpec(None, tf.float32)
+    unknown = tf.data.Dataset.from_generator(lambda: iter([1.0, [2.0, 3.0]]), output_signature=spec)
+    for dataset in (batches(10, 4), nested, batches(10, 4).map(lambda x, y: x), unknown):
         for ours, theirs in zip(elements(dataset).values, dataset, strict=True):
             tf.nest.assert_same_structure(ours, theirs)
             for a, b in zip(tf.nest.flatten(ours), tf.nest.flatten(theirs), strict=True):

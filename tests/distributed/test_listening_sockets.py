@@ -6,6 +6,7 @@ import contextlib
 import select
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,32 @@ from ktrainer.distributed.listening_sockets import ListeningSocket
 @pytest.fixture
 def library() -> Iterator[tuple[socket.socket, select.epoll]]:
     """A socket that listens on all interfaces, and is watched as MPI and gRPC do it."""
-    with socket.create_server(("0.0.0.0", 0)) as listener, contextlib.closing(select.epoll()) as it:
+    with watched_socket("0.0.0.0") as found:
+        yield found
+
+
+@contextlib.contextmanager
+def watched_socket(address: str, **words: Any) -> Iterator[tuple[socket.socket, select.epoll]]:
+    server = socket.create_server((address, 0), **words)
+    with server as listener, contextlib.closing(select.epoll()) as it:
         listener.setblocking(False)
         it.register(listener, select.EPOLLIN)
         yield listener, it
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "words"),
+    [("0.0.0.0", {}), ("::", {"family": socket.AF_INET6, "dualstack_ipv6": True})],
+)
+def test_a_socket_listens_at_an_address_once_it_was_moved_there(
+    everywhere: str, words: dict[str, Any]
+) -> None:
+    with watched_socket(everywhere, **words) as (listener, _):
+        port = listener.getsockname()[1]
+        assert not listening_sockets.listens_at(port, "127.0.0.1")
+        assert listening_sockets.narrow(ListeningSocket(listener.fileno(), port))
+        assert listening_sockets.listens_at(port, "127.0.0.1")
+        assert not listening_sockets.listens_at(port + 1, "127.0.0.1")
 
 
 def test_a_connection_that_waits_is_not_lost(library: tuple[socket.socket, select.epoll]) -> None:

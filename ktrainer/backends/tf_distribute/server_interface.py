@@ -35,13 +35,15 @@ def kept_on_interface(cluster: ClusterSpec) -> Iterator[None]:
         return
     address = LOOPBACK if all_on_loopback(cluster) else listening_address()
     port, started = int(cluster.address.rpartition(":")[2]), threading.Event()
+    if _is_kept(port, address):  # by an earlier Trainer of this process
+        yield
+        return
 
     def watch() -> None:
         until = None
         while until is None or time.monotonic() < until:
             with suppress(OSError, psutil.Error):  # a connection that TensorFlow has not accepted
-                # It is there already, if this process has started it before.
-                if narrow_port(port, address) or listens_at(port, address):
+                if narrow_port(port, address):
                     return
             if started.wait(_POLL) and until is None:
                 until = time.monotonic() + _AFTER
@@ -55,6 +57,12 @@ def kept_on_interface(cluster: ClusterSpec) -> Iterator[None]:
     finally:
         started.set()
         thread.join()
+
+
+def _is_kept(port: int, address: str) -> bool:
+    with suppress(OSError, psutil.Error):
+        return listens_at(port, address)
+    return False
 
 
 def all_on_loopback(cluster: ClusterSpec) -> bool:
