@@ -3,8 +3,8 @@
     python benchmarks/keras_fit.py
 
 A tiny MLP (784-64-10) and a small convolutional network, batches of 64 from a tf.data pipeline in
-memory (for the MLP also from arrays), SGD with momentum, one thread for one operation. Where steps are as short
-as these, the time goes into the loop around them. Keras' `steps_per_execution` and our
+memory (for the MLP also from arrays), SGD with momentum, one thread for one operation. Where steps
+are as short as these, the time goes into the loop around them. Keras' `steps_per_execution` and our
 `trainer.steps_per_call` put several steps into one compiled call; `auto`, our default, chooses how
 many, and is compared with Keras' default.
 Its bound is a loop by hand of 50 steps a call, on batches that lie in memory.

@@ -239,8 +239,7 @@ def _numbers(logs: Mapping[str, Any]) -> dict[LogPath, np.ndarray]:
 
 def _as_result(logs: Mapping[str, Any], values: Mapping[LogPath, Any]) -> dict[str, Any]:
     """Values in the structure of `logs`, flattened as Keras does."""
-    plain = {path: _plain(value) for path, value in values.items()}
-    return as_keras_flattens(unflatten_paths(logs, plain))
+    return as_keras_flattens(unflatten_paths(logs, {p: _plain(v) for p, v in values.items()}))
 
 
 def _plain(value: Any) -> Any:
