@@ -85,9 +85,9 @@ def compiled(build: Callable[[], keras.Model], steps: int = 1) -> keras.Model:
 
 def keras_fit(build: Callable[[], keras.Model], data: Any, epochs: int, steps: int) -> list[float]:
     times = EpochTimes()
-    parts, rows = (data, BATCH) if isinstance(data, tuple) else ((data,), None)
+    parts, batch_size = (data, BATCH) if isinstance(data, tuple) else ((data,), None)
     compiled(build, steps).fit(
-        *parts, batch_size=rows, epochs=epochs, shuffle=False, verbose=0, callbacks=[times]
+        *parts, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=[times]
     )
     return times.seconds
 

@@ -70,9 +70,9 @@ def on_all_interfaces() -> list[ListeningSocket]:
 
 
 def listens_at(port: int, address: str) -> bool:
-    """Whether a socket of this process listens at an IPv4 address, rather than on all."""
-    found = {(c.laddr.ip.removeprefix(_MAPPED), c.laddr.port) for c in _listening()}
-    return (address, port) in found
+    """Whether this process listens at a port of an IPv4 address, and not on all interfaces."""
+    places = {c.laddr.ip.removeprefix(_MAPPED) for c in _listening() if c.laddr.port == port}
+    return address in places and places.isdisjoint(_WILDCARDS)
 
 
 def _listening() -> list[Any]:

@@ -541,6 +541,8 @@ tensorflow.python.ops.stateful_random_ops
     Generator.uniform(self, shape, minval, maxval, dtype, name)
         verify: replaced; draws that do not depend on the batch
 tensorflow.python.eager.polymorphic_function.polymorphic_function
+    UnliftedInitializerVariable
+        steps: one operation reads this kind, which is made while a function is traced
     Function.__call__(self)
         steps: replaced; a function that a step calls is traced as a part of it
     Function()._autograph
@@ -570,9 +572,6 @@ tensorflow.python.trackable.base
 tensorflow.python.module.module
     Module._flatten
         steps: called; the variables and random generators inside of a layer's attribute
-tensorflow.python.eager.polymorphic_function.polymorphic_function
-    UnliftedInitializerVariable
-        steps: one operation reads this kind, which is made while a function is traced
 tensorflow.python.ops.resource_variable_ops
     BaseResourceVariable
         steps, verify: its methods that assign are replaced; assignments are noted, or undone

@@ -21,10 +21,8 @@ from ktrainer.steps.variable_assignments import assign_total
 from ktrainer.steps.variable_placement import placement_of
 
 ATTRIBUTE = "attribute/"
-_PLAIN = (
-    ResourceVariable,
-    UnliftedInitializerVariable,
-)  # made eagerly, and while a function is traced
+# Made eagerly, and while a function is traced.
+_RESOURCE_VARIABLES = (ResourceVariable, UnliftedInitializerVariable)
 # Where TensorFlow lists an object's attributes.
 _OF_TENSORFLOW = (
     "_self_unconditional_checkpoint_dependencies",
@@ -175,7 +173,7 @@ def view_of(variable: Any) -> np.ndarray:
     """The values of a variable, read-only and without a copy if they are in host memory
     (`variable.numpy()` copies). They do not change with the variable."""
     value = getattr(variable, "_value", variable)
-    if type(value) in _PLAIN:  # one operation, not three
+    if type(value) in _RESOURCE_VARIABLES:  # one operation, not three
         return np.asarray(tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype))
     return np.asarray(tf.convert_to_tensor(variable))
 
@@ -184,10 +182,8 @@ def views_of(variables: Sequence[Any]) -> list[np.ndarray]:
     """`view_of` of each; variables on one device are read in one operation, as starting an
     operation takes longer than copying a scalar."""
     values = [getattr(variable, "_value", variable) for variable in variables]
-    if (
-        not all(type(value) in _PLAIN for value in values)
-        or len({value.device for value in values}) != 1
-    ):
+    plain = all(type(value) in _RESOURCE_VARIABLES for value in values)
+    if not plain or len({value.device for value in values}) != 1:
         return [view_of(variable) for variable in variables]
     dtypes = [value.dtype.as_datatype_enum for value in values]
     attributes = ("N", len(values), "dtypes", dtypes)

@@ -96,8 +96,12 @@ class UpdatesPerCall:
                 most = min(most, max(1, MAX_BYTES // max(1, _bytes_of(update))))
         if not updates:
             self._ended = 0.0
-            if self._first_pass:
-                self._end_first_pass()
+            if self._first_pass and self._updates:  # an epoch that was resumed may have none left
+                self._first_pass = False
+                # Data may be cached from here on. Longer calls that were faster while it was slow
+                # are so all the more when it is not.
+                if not self._many_wins:
+                    self._start_comparison(max(COMPARED_UPDATES, FIRST_UPDATES - self._updates))
         return updates
 
     def end_call(self, updates: list[list[LocalBatch]], made: int) -> list[list[LocalBatch]]:
@@ -137,7 +141,7 @@ class UpdatesPerCall:
     def _auto_size(self, max_updates: Callable[[], int | None]) -> int:
         """The most updates of the next call; may find that `auto` is 1 from here on."""
         most = min(MAX_UPDATES, int(MAX_SECONDS / self._seconds))
-        self._limit = None if most <= 1 or self._compared is False else max_updates()
+        self._limit = None if most <= 1 or self._many_wins is False else max_updates()
         if most <= 1 or self._updates < FIRST_UPDATES:
             return 1
         if self._can_train_many is not None:
@@ -152,35 +156,23 @@ class UpdatesPerCall:
         self._compare_again = math.inf  # updates from which on the two are compared again
         # The first calls of a kind compile and fill caches.
         self._one, self._many = _MedianSeconds(calls_to_skip=10), _MedianSeconds(calls_to_skip=1)
-        self._compared: bool | None = None  # whether many are faster; None: not known yet
+        self._many_wins: bool | None = None  # whether they are faster; None: not known yet
 
     def _many_is_faster(self) -> bool:
         """Whether calls of many updates are faster, or are still tried; they are slower where data
         takes longer than the step, as the two no longer overlap.
 
         Compared again each time the number of updates has tripled, as another program may have
-        ended; and after the first pass over the data unless they were faster in it.
+        ended; and after the first pass over the data unless they have proved faster in it.
         """
         if self._updates >= self._compare_again:
             self._start_comparison(COMPARED_UPDATES)
         if self._updates < self._single_until:
             return False
-        self._compare(FIRST_UPDATES)
-        return self._compared is not False
-
-    def _compare(self, updates: int) -> None:
-        """Decide which are faster, if so many updates were made in longer calls."""
-        if self._compared is None and self._many.updates >= updates:
-            self._compared = self._many.median < self._one.median
+        if self._many_wins is None and self._many.updates >= FIRST_UPDATES:
+            self._many_wins = self._many.median < self._one.median
             self._compare_again = 3.0 * self._updates
-
-    def _end_first_pass(self) -> None:
-        """Compare again, as data may be cached from here on. Longer calls that were faster while
-        it was slow are so all the more when it is not."""
-        self._first_pass = False
-        self._compare(COMPARED_UPDATES)
-        if not self._compared:
-            self._start_comparison(max(COMPARED_UPDATES, FIRST_UPDATES - self._updates))
+        return self._many_wins is not False
 
     def _is_late(self) -> bool:
         return time.perf_counter() - self._began > MAX_SECONDS

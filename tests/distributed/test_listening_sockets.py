@@ -22,8 +22,8 @@ def library() -> Iterator[tuple[socket.socket, select.epoll]]:
 
 
 @contextlib.contextmanager
-def watched_socket(address: str, **words: Any) -> Iterator[tuple[socket.socket, select.epoll]]:
-    server = socket.create_server((address, 0), **words)
+def watched_socket(address: str, **options: Any) -> Iterator[tuple[socket.socket, select.epoll]]:
+    server = socket.create_server((address, 0), **options)
     with server as listener, contextlib.closing(select.epoll()) as it:
         listener.setblocking(False)
         it.register(listener, select.EPOLLIN)
@@ -31,13 +31,13 @@ def watched_socket(address: str, **words: Any) -> Iterator[tuple[socket.socket, 
 
 
 @pytest.mark.parametrize(
-    ("everywhere", "words"),
+    ("everywhere", "options"),
     [("0.0.0.0", {}), ("::", {"family": socket.AF_INET6, "dualstack_ipv6": True})],
 )
 def test_a_socket_listens_at_an_address_once_it_was_moved_there(
-    everywhere: str, words: dict[str, Any]
+    everywhere: str, options: dict[str, Any]
 ) -> None:
-    with watched_socket(everywhere, **words) as (listener, _):
+    with watched_socket(everywhere, **options) as (listener, _):
         port = listener.getsockname()[1]
         assert not listening_sockets.listens_at(port, "127.0.0.1")
         assert listening_sockets.narrow(ListeningSocket(listener.fileno(), port))

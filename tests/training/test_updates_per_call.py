@@ -477,22 +477,24 @@ def test_what_is_faster_is_compared_again(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batches", "first", "single"),
+    ("batches", "slow", "single_until"),
     [(90, 0.003, 120), (100, 0.003, 130), (180, 0.003, 210), (300, 0.003, 330), (300, 0.0, 100)],
 )
-def test_what_is_faster_is_compared_after_the_first_pass_unless_longer_calls_were(
-    clock: Clock, batches: int, first: float, single: int
+def test_what_is_faster_is_compared_after_the_first_pass_unless_longer_calls_are(
+    clock: Clock, batches: int, slow: float, single_until: int
 ) -> None:
-    """A dataset may be cached then: longer calls are faster from there on."""
+    """A dataset may be cached then: longer calls are faster from there on. A pass of which a
+    resume has left nothing is none."""
     per_call, sizes = updates_per_call.UpdatesPerCall("auto", lambda: True), []
-    for seconds in (first, 0.0, 0.0):
+    assert not per_call.take(iter(()), None, lambda: None)
+    for seconds in (slow, 0.0, 0.0):
         source = clock.batches(batches, lambda _, seconds=seconds: seconds)
         while updates := per_call.take(source, None, lambda: None):
             clock.now += 0.001 + 0.001 * len(updates)
             per_call.end_call(updates, len(updates))
             sizes += [len(updates)] * len(updates)
-    assert max(sizes[single - 30 : single]) == 1
-    assert 1 not in sizes[single:600]
+    assert max(sizes[single_until - 30 : single_until]) == 1
+    assert 1 not in sizes[single_until:600]
 
 
 class ListensToSteps(Listens, Callback):
