@@ -32,7 +32,13 @@ def watched_socket(address: str, **options: Any) -> Iterator[tuple[socket.socket
 
 @pytest.mark.parametrize(
     ("everywhere", "options"),
-    [("0.0.0.0", {}), ("::", {"family": socket.AF_INET6, "dualstack_ipv6": True})],
+    [
+        ("0.0.0.0", {}),
+        pytest.param(
+            *("::", {"family": socket.AF_INET6, "dualstack_ipv6": True}),
+            marks=pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here"),
+        ),
+    ],
 )
 def test_a_socket_listens_at_an_address_once_it_was_moved_there(
     everywhere: str, options: dict[str, Any]
