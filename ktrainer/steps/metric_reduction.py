@@ -80,7 +80,7 @@ def global_results(
         DivergenceError: ranks have different metrics or log keys; it names them.
     """
     if of_step and logs and world.size == 1:  # no states are needed
-        return _as_result(logs, _numbers(logs))
+        return _as_result(logs, _numbers(flatten_paths(logs)))
     states = take_states(metrics) if states is None else [list(s) for s in states]
     # Keras makes the compiled metrics at the first batch; before, they have no result.
     built = [i for i, m in enumerate(metrics) if getattr(m, "built", True)]
@@ -105,8 +105,8 @@ class _Reduction:
     ) -> None:
         self.metrics, self.states, self.world = metrics, states, world
         self.given = logs or {}
-        self.logs = _numbers(self.given)
         given = flatten_paths(self.given)
+        self.logs = _numbers(given)
         self.sources = {p: s for p, s in (sources or {}).items() if p in given}
         self._by_inner_name = sources is None
         self.leaves = [
@@ -233,8 +233,8 @@ class _Reduction:
         return found
 
 
-def _numbers(logs: Mapping[str, Any]) -> dict[LogPath, np.ndarray]:
-    return {p: n for p, v in flatten_paths(logs).items() if (n := as_number(v)) is not None}
+def _numbers(values: Mapping[LogPath, Any]) -> dict[LogPath, np.ndarray]:
+    return {p: n for p, v in values.items() if (n := as_number(v)) is not None}
 
 
 def _as_result(logs: Mapping[str, Any], values: Mapping[LogPath, Any]) -> dict[str, Any]:

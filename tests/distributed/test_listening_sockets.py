@@ -35,8 +35,11 @@ def watched_socket(address: str, **options: Any) -> Iterator[tuple[socket.socket
     [
         ("0.0.0.0", {}),
         pytest.param(
-            *("::", {"family": socket.AF_INET6, "dualstack_ipv6": True}),
-            marks=pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here"),
+            "::",
+            {"family": socket.AF_INET6, "dualstack_ipv6": True},
+            marks=pytest.mark.skipif(
+                not socket.has_dualstack_ipv6(), reason="this host has no IPv6 beside IPv4"
+            ),
         ),
     ],
 )

@@ -476,15 +476,9 @@ def test_what_is_faster_is_compared_again(clock: Clock) -> None:
     assert min(sizes[2500:-50]) > 9
 
 
-@pytest.mark.parametrize(
-    ("batches", "slow", "single_until"),
-    [(90, 0.003, 120), (100, 0.003, 130), (180, 0.003, 210), (300, 0.003, 330), (300, 0.0, 100)],
-)
-def test_what_is_faster_is_compared_after_the_first_pass_unless_longer_calls_are(
-    clock: Clock, batches: int, slow: float, single_until: int
-) -> None:
-    """A dataset may be cached then: longer calls are faster from there on. A pass of which a
-    resume has left nothing is none."""
+def sizes_of_three_passes(clock: Clock, batches: int, slow: float) -> list[int]:
+    """For each update, how many its call makes; `slow`: seconds a batch in the first pass, after
+    which a dataset is cached. Before it is an epoch of which a resume has left nothing."""
     per_call, sizes = updates_per_call.UpdatesPerCall("auto", lambda: True), []
     assert not per_call.take(iter(()), None, lambda: None)
     for seconds in (slow, 0.0, 0.0):
@@ -493,8 +487,31 @@ def test_what_is_faster_is_compared_after_the_first_pass_unless_longer_calls_are
             clock.now += 0.001 + 0.001 * len(updates)
             per_call.end_call(updates, len(updates))
             sizes += [len(updates)] * len(updates)
-    assert max(sizes[single_until - 30 : single_until]) == 1
-    assert 1 not in sizes[single_until:600]
+    return sizes
+
+
+@pytest.mark.parametrize("batches", [90, 100, 300])
+def test_what_is_faster_is_compared_after_the_first_pass_over_the_data(
+    clock: Clock, batches: int
+) -> None:
+    """By then a dataset is cached."""
+    sizes = sizes_of_three_passes(clock, batches, 0.003)
+    assert max(sizes[batches - 50 : batches + 30]) == 1
+    assert 1 not in sizes[batches + 50 :]
+
+
+def test_what_is_still_being_compared_is_compared_anew_after_the_first_pass(clock: Clock) -> None:
+    sizes = sizes_of_three_passes(clock, 180, 0.003)
+    assert max(sizes[:100]) == max(sizes[180:210]) == 1
+    assert 1 not in [*sizes[100:180], *sizes[210:]]
+
+
+def test_longer_calls_that_have_proved_faster_stay_after_the_first_pass(clock: Clock) -> None:
+    """They are compared again when there are three times as many updates."""
+    sizes = sizes_of_three_passes(clock, 300, 0.0)
+    assert max(sizes[:100]) == 1
+    assert 1 not in sizes[100:600]
+    assert 1 in sizes[600:]
 
 
 class ListensToSteps(Listens, Callback):
