@@ -51,7 +51,15 @@ def test_a_socket_listens_at_an_address_once_it_was_moved_there(
         assert not listening_sockets.listens_at(port, "127.0.0.1")
         assert listening_sockets.narrow(ListeningSocket(listener.fileno(), port))
         assert listening_sockets.listens_at(port, "127.0.0.1")
-        assert not listening_sockets.listens_at(port + 1, "127.0.0.1")
+        assert not listening_sockets.listens_at(1, "127.0.0.1")
+
+
+def test_a_socket_on_all_interfaces_beside_one_at_an_address_counts() -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as here:
+        port = here.getsockname()[1]
+        assert listening_sockets.listens_at(port, "127.0.0.1")
+        with socket.create_server(("0.0.0.0", port), reuse_port=True):
+            assert not listening_sockets.listens_at(port, "127.0.0.1")
 
 
 def test_a_connection_that_waits_is_not_lost(library: tuple[socket.socket, select.epoll]) -> None:
