@@ -10,8 +10,8 @@ Each rank has a part of it. An array is summed in passes over half of it, for tw
 
 Rows are gathered with one barrier for each 2 MiB: each rank writes its own, and reads those of all.
 
-Messages between two processes copy each byte once more. There are two buffers, which take turns: a
-rank that writes to one knows, from the barriers since it was last used, that all have read it.
+Messages between two processes copy each byte once more. Several buffers take turns: a rank that
+writes to one knows, from the barriers since its last turn, that all have read it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
     from ktrainer.distributed.mpi_communicator import MpiComm
 
-_BUFFERS = 2
+# Two would do for correctness. But where cores share no cache, a rank writes several times as slowly
+# to memory that another core has just read: by the time a buffer's turn comes again, caches should
+# hold something else.
+_BUFFERS = 8
 _ALIGNMENT = 64  # bytes; TensorFlow copies arrays that do not begin at a multiple of it
 
 

@@ -135,10 +135,12 @@ def test_three_ranks_get_equal_bits(ranks: Callable[..., Any]) -> None:
         assert shared.tobytes() == sent.tobytes()
 
 
-def _many_sums(count: int) -> list[bool]:
+def _many_sums(count: int, buffers: int) -> list[bool]:
     """Sums and rows one right after another, which take turns at the buffers."""
     here: Any = distributed.current_world()
-    shared = open_shared_memory(here, here.comm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "_BUFFERS", buffers)
+        shared = open_shared_memory(here, here.comm)
     assert shared is not None
     random, found = np.random.default_rng(here.rank), []
     for number in range(count):
@@ -156,7 +158,8 @@ def _many_sums(count: int) -> list[bool]:
 
 def test_shared_memory_is_not_overwritten_before_all_have_read(ranks: Callable[..., Any]) -> None:
     for size in (2, 3, 4):
-        assert all(all(found) for found in ranks(size).run(_many_sums, 300))
+        for buffers in (2, shared_memory._BUFFERS):
+            assert all(all(found) for found in ranks(size).run(_many_sums, 300, buffers))
 
 
 def _noted(wait: Callable[..., None], operations: list[str]) -> Callable[..., None]:
