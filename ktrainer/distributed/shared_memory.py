@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ktrainer.distributed.mpi_communicator import MpiComm
 
-# Two would do for correctness. But where cores share no cache, a rank writes several times as slowly
+# Two would do for correctness. But where cores share no cache, writing takes several times as long
 # to memory that another core has just read: by the time a buffer's turn comes again, caches should
 # hold something else.
 _BUFFERS = 8
