@@ -136,24 +136,43 @@ def test_three_ranks_get_equal_bits(ranks: Callable[..., Any]) -> None:
 
 
 def _many_sums(count: int, buffers: int) -> list[bool]:
-    """Sums and rows one right after another, which take turns at the buffers."""
+    """Whether sums and rows are right, one after another, with buffers that take turns.
+
+    Ranks are late at random, to begin and to read.
+    """
     here: Any = distributed.current_world()
+    random, found = np.random.default_rng(here.rank), []
+
+    def pause() -> None:
+        time.sleep(random.uniform(0, 2e-4))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "_BUFFERS", buffers)
+        patch.setattr(here, "wait", _late(here.wait, pause))
         shared = open_shared_memory(here, here.comm)
-    assert shared is not None
-    random, found = np.random.default_rng(here.rank), []
-    for number in range(count):
-        array = np.full(1 + number % 7, 2.0**here.rank + number)
-        time.sleep(random.uniform(0, 2e-4))
-        shared.sum_in_place(array, "numbers")
-        found.append(bool((array == 2.0**here.size - 1 + here.size * number).all()))
-        for turn in range(number % 3):  # two in a row have one barrier between their uses of memory
-            mine = [100 * rank + 10 * number + turn for rank in range(here.size)]
-            time.sleep(random.uniform(0, 2e-4))
-            (rows,) = shared.gather_rows([np.full(2, mine[here.rank])], "numbers")
-            found.append(rows.tolist() == [each for each in mine for _ in range(2)])
+        assert shared is not None
+        for number in range(count):
+            length = 1 + number % 7 if number % 50 else PIECE_BYTES // 8  # a whole buffer
+            array = np.full(length, 2.0**here.rank + number)
+            pause()
+            shared.sum_in_place(array, "numbers")
+            found.append(bool((array == 2.0**here.size - 1 + here.size * number).all()))
+            for turn in range(number % 3):  # of two buffers, one is used again after one barrier
+                mine = [100 * rank + 10 * number + turn for rank in range(here.size)]
+                pause()
+                (rows,) = shared.gather_rows([np.full(2, mine[here.rank])], "numbers")
+                found.append(rows.tolist() == [each for each in mine for _ in range(2)])
     return found
+
+
+def _late(wait: Callable[..., None], pause: Callable[[], None]) -> Callable[..., None]:
+    """`wait`, with a pause after it."""
+
+    def waits(request: Any, what: str, *buffers: Any) -> None:
+        wait(request, what, *buffers)
+        pause()
+
+    return waits
 
 
 def test_shared_memory_is_not_overwritten_before_all_have_read(ranks: Callable[..., Any]) -> None:
@@ -202,7 +221,7 @@ def _rows_three_times(width: int, wire: str) -> tuple[list[list[np.ndarray]], li
     return [*found, [weighted, np.concatenate(indices[:2])]], waits
 
 
-# 16 numbers a row: memory takes them in two turns; of 20,000 it does not hold 64 rows.
+# 16 numbers a row: memory takes them in two turns; a buffer does not hold 64 rows of 20,000.
 @pytest.mark.parametrize(
     "width, wire, in_memory",
     [(16, "none", 2), (16, "fp16", 1), (0, "none", 2), (20_000, "none", 3)],

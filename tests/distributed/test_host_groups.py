@@ -23,7 +23,7 @@ from tests.faults.test_healing import launch
 from tests.processes import warm_python_on
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-# Numbers of elements that no number of hosts divides; the last is more than shared memory holds.
+# Numbers of elements that no number of hosts divides; the last takes several buffers of memory.
 SHAPES = [(5, 7), (0, 3), (), (90_001,), (600_001,)]
 LAYOUTS = ["aab", "abb", "aba", "aabb", "abab", "abca", "aaab"]
 FLAT = ["aaa", "abc", "aaaa", "abcd"]
