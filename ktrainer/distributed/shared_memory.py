@@ -1,19 +1,20 @@
 """Sum arrays and gather rows among ranks of one host, through memory that all of them have mapped.
 
-Each rank has a part of it, of several buffers of 2 MiB. An array is summed 2 MiB at a time; with
-two ranks each step passes over half of that:
+Each rank has a part of it: several buffers of 2 MiB, used in turn. An array is summed 2 MiB at a
+time; with two ranks each step passes over half of that:
 
-    each rank writes the others' segments of its array to its part
+    each rank writes the others' segments of its array to a buffer of its part
     barrier
-    it adds up its own segment, read from the parts of all ranks in their order, and writes the sum
+    it adds up its own segment, read from the buffers of all ranks in order, and writes the sum
     barrier
     it reads the other segments' sums
 
 Rows are gathered with one barrier for each 2 MiB: each rank writes its own, and reads those of all.
+
 Messages between two processes would copy each byte once more.
 
-The buffers take turns, in the same order on all ranks, which all make the same calls: a rank that
-writes to one knows, from the barriers since its last turn, that all have read it.
+All ranks make the same calls, and use the buffers in the same order. Before a rank writes to a
+buffer again, it has passed a barrier that the others enter only after reading that buffer.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ if TYPE_CHECKING:
 
     from ktrainer.distributed.mpi_communicator import MpiComm
 
-# Two would be correct. More are faster where cores share no cache: writing to memory that another
-# core has just read takes up to six times as long, until it has left that core's caches. They cost
-# 8 MiB a rank, and where cores share a cache, long sums take a sixth longer than with two.
+# Two suffice to be correct. Four are faster where cores share no cache: writing to memory that
+# another core has just read takes up to six times as long, until it has left that core's caches.
+# Where cores share one, sums of several MiB take a sixth longer than with two. More than four take
+# too much memory: ranks map each other's, and tests/pipeline/test_memory.py sets a limit.
 _BUFFERS = 4
 _ALIGNMENT = 64  # bytes; TensorFlow copies arrays that do not begin at a multiple of it
 
@@ -118,7 +120,7 @@ class SharedMemory:
 
 def rows_at_once(arrays: Sequence[np.ndarray]) -> int:
     """How many rows of all `arrays` a rank writes at once, a multiple of 64 so that each array's
-    place is aligned; 0: so many do not fit into a buffer."""
+    place is aligned; 0 if 64 rows do not fit into a buffer."""
     row = max(1, sum(map(_row_bytes, arrays)))
     return (PIECE_BYTES - _ALIGNMENT) // row // _ALIGNMENT * _ALIGNMENT
 

@@ -136,9 +136,8 @@ def test_three_ranks_get_equal_bits(ranks: Callable[..., Any]) -> None:
 
 
 def _many_sums(count: int, buffers: int) -> list[bool]:
-    """Whether sums and rows are right, one after another, with buffers that take turns.
-
-    Ranks are late at random, to begin and to read.
+    """Whether each of `count` sums, and the rows gathered between them, is right, with so many
+    buffers. Ranks sleep at random before they write and before they read.
     """
     here: Any = distributed.current_world()
     random, found = np.random.default_rng(here.rank), []
@@ -152,12 +151,13 @@ def _many_sums(count: int, buffers: int) -> list[bool]:
         shared = open_shared_memory(here, here.comm)
         assert shared is not None
         for number in range(count):
-            length = 1 + number % 7 if number % 50 else PIECE_BYTES // 8  # a whole buffer
+            more_than_all_buffers = (shared_memory._BUFFERS + 1) * PIECE_BYTES // 8
+            length = 1 + number % 7 if number % 50 else more_than_all_buffers
             array = np.full(length, 2.0**here.rank + number)
             pause()
             shared.sum_in_place(array, "numbers")
             found.append(bool((array == 2.0**here.size - 1 + here.size * number).all()))
-            for turn in range(number % 3):  # of two buffers, one is used again after one barrier
+            for turn in range(number % 3):  # of two, one is used again after one barrier
                 mine = [100 * rank + 10 * number + turn for rank in range(here.size)]
                 pause()
                 (rows,) = shared.gather_rows([np.full(2, mine[here.rank])], "numbers")
