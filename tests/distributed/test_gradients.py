@@ -135,23 +135,33 @@ def test_three_ranks_get_equal_bits(ranks: Callable[..., Any]) -> None:
         assert shared.tobytes() == sent.tobytes()
 
 
+def _followed(wait: Callable[..., None], then: Callable[[str], Any]) -> Callable[..., None]:
+    """`wait`, and then a call with the operation that was waited for."""
+
+    def waits(request: Any, what: str, *buffers: Any) -> None:
+        wait(request, what, *buffers)
+        then(what)
+
+    return waits
+
+
 def _many_sums(count: int, buffers: int) -> list[bool]:
     """Whether each of `count` sums, and the rows gathered between them, is right, with so many
     buffers. Ranks sleep now and then before they write and before they read.
     """
     here: Any = distributed.current_world()
     random, found = np.random.default_rng(here.rank), []
+    more_than_all_buffers = (buffers + 1) * PIECE_BYTES // 8
 
     def pause() -> None:
-        time.sleep(random.choice([0.0, 0.0, 0.0, 1e-3]))
+        time.sleep(random.choice([0.0, 0.0, 0.0, 5e-4]))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_memory, "_BUFFERS", buffers)
-        patch.setattr(here, "wait", _late(here.wait, pause))
+        patch.setattr(here, "wait", _followed(here.wait, lambda _: pause()))
         shared = open_shared_memory(here, here.comm)
         assert shared is not None
         for number in range(count):
-            more_than_all_buffers = (shared_memory._BUFFERS + 1) * PIECE_BYTES // 8
             length = 1 + number % 7 if number % 50 else more_than_all_buffers
             array = np.full(length, 2.0**here.rank + number)
             pause()
@@ -165,30 +175,10 @@ def _many_sums(count: int, buffers: int) -> list[bool]:
     return found
 
 
-def _late(wait: Callable[..., None], pause: Callable[[], None]) -> Callable[..., None]:
-    """`wait`, with a pause after it."""
-
-    def waits(request: Any, what: str, *buffers: Any) -> None:
-        wait(request, what, *buffers)
-        pause()
-
-    return waits
-
-
 def test_shared_memory_is_not_overwritten_before_all_have_read(ranks: Callable[..., Any]) -> None:
     for size in (2, 3, 4):
         for buffers in (2, shared_memory._BUFFERS):
-            assert all(all(found) for found in ranks(size).run(_many_sums, 100, buffers))
-
-
-def _noted(wait: Callable[..., None], operations: list[str]) -> Callable[..., None]:
-    """`wait`, which also notes the operation that is waited for."""
-
-    def waits(request: Any, what: str, *buffers: Any) -> None:
-        operations.append(what)
-        wait(request, what, *buffers)
-
-    return waits
+            assert all(all(found) for found in ranks(size).run(_many_sums, 300, buffers))
 
 
 def _rows_three_times(width: int, wire: str) -> tuple[list[list[np.ndarray]], list[int]]:
@@ -208,7 +198,7 @@ def _rows_three_times(width: int, wire: str) -> tuple[list[list[np.ndarray]], li
             patch.setattr(shared_memory, "_open_memory", open_memory)
             collectives = MpiGradients(here, compression=wire)
             operations: list[str] = []
-            patch.setattr(here, "wait", _noted(here.wait, operations))
+            patch.setattr(here, "wait", _followed(here.wait, operations.append))
             nothing = collectives.gather_slices(weight, mine[0][:0], mine[1][:0])
             assert [len(rows) for rows in nothing] == [0, 0]
             operations.clear()
