@@ -32,6 +32,7 @@ from typing import Any
 import tensorflow as tf
 
 from ktrainer.data.data_digests import batch_facts
+from ktrainer.data.derived_dataset import DerivedDataset
 from ktrainer.data.local_batch import graph_slice, leaf_names, rows_in_graph
 from ktrainer.distributed.world import World
 from ktrainer.errors import DataError
@@ -166,27 +167,6 @@ def first_batch_facts(dataset: tf.data.Dataset) -> dict[str, str]:
     return {}
 
 
-class _Sharded(tf.data.Dataset):
-    """A shard of a pipeline that TensorFlow has rewritten; its input is the whole pipeline, which
-    has the same shuffles.
-
-    Args:
-        whole: the pipeline.
-        variant: its shard.
-    """
-
-    def __init__(self, whole: tf.data.Dataset, variant: tf.Tensor) -> None:
-        self._whole = whole
-        super().__init__(variant)
-
-    @property
-    def element_spec(self) -> Any:
-        return self._whole.element_spec
-
-    def _inputs(self) -> list[tf.data.Dataset]:
-        return [self._whole]
-
-
 def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.Dataset:
     spec = dataset.element_spec
     flat = [part for leaf in tf.nest.flatten(spec) for part in _flat_types(leaf)]
@@ -200,7 +180,7 @@ def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.
             output_types=[dtype for dtype, _ in flat],
             output_shapes=[shape for _, shape in flat],
         )
-        sharded = _Sharded(dataset, variant)
+        sharded = DerivedDataset(dataset, variant)
         iter(sharded)
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0].split("}} ")[-1].split(": goo.gle")[0]

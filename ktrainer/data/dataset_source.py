@@ -38,6 +38,7 @@ from ktrainer.data.dataset_shuffles import (
     shuffles,
     shuffles_without_seed,
 )
+from ktrainer.data.derived_dataset import mapped
 from ktrainer.data.local_batch import (
     count_rows,
     graph_slice,
@@ -286,7 +287,7 @@ class DatasetSource(Source):
             return self._whole
         dataset = self._after(self._dataset, skip)
         if self._cut:
-            dataset = dataset.map(self._slice)
+            dataset = mapped(dataset, self._slice)
         if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
             dataset = dataset.prefetch(self._prefetch)
         if not skip:
