@@ -70,6 +70,17 @@ def test_elements_of_any_structure(data: Any, function: Callable[..., Any]) -> N
     same(made, dataset.map(function))
 
 
+def test_specs_may_have_names_and_the_same_ones() -> None:
+    signature = (tf.TensorSpec([None, 3], tf.float32, "same"), tf.TensorSpec([None], name="same"))
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter([(_X, _X[:, 0])]), output_signature=signature
+    )
+    ours, theirs = mapped(dataset, second_rows), dataset.map(second_rows)
+    assert ours.element_spec == theirs.element_spec
+    (x, y), shape = next(elements(ours).values)
+    assert (x.shape, y.shape, shape.numpy().tolist()) == ((1, 3), (1,), [_ROWS, 3])
+
+
 def test_what_is_not_dense_is_mapped_by_tensorflow() -> None:
     ragged = tf.RaggedTensor.from_row_lengths(tf.range(6), [1, 2, 3])
     dataset = tf.data.Dataset.from_tensor_slices(ragged).batch(2)
