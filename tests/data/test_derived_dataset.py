@@ -10,7 +10,10 @@ import pytest
 import tensorflow as tf
 
 from ktrainer.data.dataset_iterator import elements, set_state, state_of
+from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.derived_dataset import DerivedDataset, mapped
+from ktrainer.data.stage_times import _functions as names_of_maps
+from ktrainer.distributed import SingleWorld
 
 _ROWS = 7
 _X = np.arange(3.0 * _ROWS, dtype=np.float32).reshape(_ROWS, 3)
@@ -85,7 +88,33 @@ def test_what_is_not_dense_is_mapped_by_tensorflow() -> None:
     ragged = tf.RaggedTensor.from_row_lengths(tf.range(6), [1, 2, 3])
     dataset = tf.data.Dataset.from_tensor_slices(ragged).batch(2)
     made = mapped(dataset, lambda rows: rows + 1)
+    assert not isinstance(made, DerivedDataset)
     assert [rows.to_list() for rows in made] == [[[1], [2, 3]], [[4, 5, 6]]]
+
+
+def test_it_is_the_function_of_map_on_one_device() -> None:
+    dataset = tf.data.Dataset.from_tensor_slices((_X, _X)).batch(2).map(lambda x, y: (y, x))
+    ours, theirs = mapped(dataset, second_rows), dataset.map(second_rows)
+    assert names_of_maps(ours) == names_of_maps(theirs) == ["second_rows", "lambda"]
+    (function,) = ours._functions()
+    attributes = function.function.function_def.attr
+    assert attributes["experimental_ints_on_device"].b  # else it is optimized at each opening
+
+
+def test_what_a_function_captures() -> None:
+    added = tf.random.stateless_uniform([100, 3], seed=(1, 2))
+    dataset = tf.data.Dataset.from_tensor_slices(_X).batch(2)
+    same(mapped(dataset, lambda x: x + added[:1]), dataset.map(lambda x: x + added[:1]))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("dtype", _DTYPES)
+def test_the_slices_of_a_source(dtype: str, replicas: int) -> None:
+    dataset = tf.data.Dataset.from_tensor_slices((of_dtype(dtype), _X)).batch(3)
+    source = DatasetSource(dataset, world=SingleWorld(), sliced=True)
+    source._replica, source._replicas = replicas - 1, replicas
+    same(mapped(dataset, source._slice), dataset.map(source._slice))
+    assert names_of_maps(mapped(dataset, source._slice)) == ["DatasetSource._slice"]
 
 
 def test_options_and_errors_of_what_is_below_come_through() -> None:
