@@ -180,7 +180,7 @@ def _auto_shard(dataset: tf.data.Dataset, world: World, policy: Any) -> tf.data.
             output_types=[dtype for dtype, _ in flat],
             output_shapes=[shape for _, shape in flat],
         )
-        sharded = DerivedDataset(dataset, variant)
+        sharded = DerivedDataset(dataset, variant, spec)
         iter(sharded)
     except tf.errors.OpError as error:
         reason = error.message.splitlines()[0].split("}} ")[-1].split(": goo.gle")[0]

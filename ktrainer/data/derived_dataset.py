@@ -20,15 +20,14 @@ class DerivedDataset(tf.data.Dataset):
     Args:
         origin: the other one, which has the same shuffles.
         variant: the result of the op.
-        spec: of an element; default: that of `origin`.
+        spec: of an element.
         function: the concrete function that the op maps; None: it maps none.
     """
 
     def __init__(
-        self, origin: tf.data.Dataset, variant: tf.Tensor, spec: Any = None, function: Any = None
+        self, origin: tf.data.Dataset, variant: tf.Tensor, spec: Any, function: Any = None
     ) -> None:
-        self._origin, self._function = origin, function
-        self._spec = origin.element_spec if spec is None else spec
+        self._origin, self._spec, self._function = origin, spec, function
         super().__init__(variant)
 
     @property
@@ -62,7 +61,8 @@ def mapped(dataset: tf.data.Dataset, function: Callable[..., Any]) -> tf.data.Da
         return function(*element) if type(element) is tuple else function(element)
 
     # As `map` names it, so that `stage_times` finds it.
-    of_leaves.__name__ = f"Dataset_map_{function.__qualname__}".translate({60: "", 62: ""})
+    name = function.__qualname__.replace("<", "").replace(">", "")
+    of_leaves.__name__ = f"Dataset_map_{name}"
     # Not with `_tf_data_function`, as `map` has it: together they fail where a result is int32.
     on_one_device = {"experimental_ints_on_device": True}
     with tf.device("/CPU:0"):

@@ -113,8 +113,9 @@ def test_the_slices_of_a_source(dtype: str, replicas: int) -> None:
     dataset = tf.data.Dataset.from_tensor_slices((of_dtype(dtype), _X)).batch(3)
     source = DatasetSource(dataset, world=SingleWorld(), sliced=True)
     source._replica, source._replicas = replicas - 1, replicas
-    same(mapped(dataset, source._slice), dataset.map(source._slice))
-    assert names_of_maps(mapped(dataset, source._slice)) == ["DatasetSource._slice"]
+    made = mapped(dataset, source._slice)
+    same(made, dataset.map(source._slice))
+    assert names_of_maps(made) == ["DatasetSource._slice"]
 
 
 def test_options_and_errors_of_what_is_below_come_through() -> None:
