@@ -466,6 +466,10 @@ tensorflow.python.data.ops.iterator_ops
 tensorflow.python.data.ops.dataset_ops
     DatasetV2._as_serialized_graph
         data: called; whether an interleave keeps an order
+    DatasetV2._inputs(self)
+        data: called; the stages of a pipeline
+    DatasetV2._functions(self)
+        data: called; what the functions of a pipeline call
 tensorflow.python.data.ops.map_op
     _ParallelMapDataset()._deterministic
         data: read; whether a pipeline keeps an order
