@@ -605,7 +605,7 @@ keras.utils.set_random_seed(0)
 with trainer.scope():
     model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(512), keras.layers.Dense(8)])
     model.compile("sgd", "mse")
-x = np.random.default_rng(0).normal(size=(2048, 256)).astype("float32")
+x = np.random.default_rng(0).normal(size=(ROWS, 256)).astype("float32")
 data = tf.data.Dataset.from_tensors((x, x[:, :8])).repeat(90)
 trainer.fit(model, data)
 """
@@ -613,18 +613,19 @@ trainer.fit(model, data)
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "rows"),
     [
-        "backend=data_parallel",
-        "backend=data_parallel backend.engine=horovod",
-        "backend=pipeline backend.partitions=2",
+        ("backend=data_parallel", 2048),
+        ("backend=data_parallel backend.engine=horovod", 2048),
+        # Activations cross the link, of all rows: 1 MB each way.
+        ("backend=pipeline backend.partitions=2", 512),
     ],
 )
 def test_a_link_that_becomes_slow_is_named(
-    hosts: Callable[[int], Hosts], keys: str, tmp_path: Path
+    hosts: Callable[[int], Hosts], keys: str, rows: int, tmp_path: Path
 ) -> None:
     made = hosts(2)
-    (tmp_path / "train.py").write_text(LINK)
+    (tmp_path / "train.py").write_text(LINK.replace("ROWS", str(rows)))
     words = ["--hosts", ",".join(made.names), "--rsh", str(made.agent), "--threads", "1"]
     words += ["train.py", *keys.split(), "logging.progress=none"]
     env = {"PYTHONPATH": str(ROOT)}
@@ -644,7 +645,7 @@ def test_a_link_that_becomes_slow_is_named_without_mpi(
     hosts: Callable[[int], Hosts], tmp_path: Path
 ) -> None:
     made = hosts(2)
-    (tmp_path / "train.py").write_text(LINK)
+    (tmp_path / "train.py").write_text(LINK.replace("ROWS", "2048"))
     workers = [f"{address}:2222" for address in made.addresses]
     words = ["backend=tf_distribute", "backend.strategy=multi_worker_mirrored"]
     words += ["logging.progress=none"]
