@@ -20,7 +20,7 @@ from ktrainer.data.data_agreement import (
     raise_failed,
     raise_other_replica,
 )
-from ktrainer.data.local_batch import LocalBatch, leaf_names, take_slice
+from ktrainer.data.local_batch import LocalBatch, first_rows, leaf_names
 from ktrainer.data.source_feed import SourceFeed
 from ktrainer.distributed.world import World
 
@@ -114,10 +114,11 @@ class PerReplicaFeed(SourceFeed):
         self.spec = widen(self.spec, agreed_spec(self.world, mine))
 
     def _padding(self) -> Any:
-        """The first row of this rank's last batch, or a row of zeros if it never had one."""
+        """The first row of this rank's last batch, or all of it if that is not a batch of examples;
+        a row of zeros if it never had one."""
         if self._last_batch is None:
             return padding_row(self.spec)
-        return take_slice(self._last_batch, 1, 0, 1)
+        return first_rows(self._last_batch, 1)
 
     def peek(self, rows: int) -> Any:
         piece = self._cursor.peek()

@@ -20,7 +20,7 @@ from ktrainer.callbacks.base import emit, overrides
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
 from ktrainer.checkpoint.restore_run import fill_history
-from ktrainer.data.local_batch import LocalBatch, take_slice
+from ktrainer.data.local_batch import LocalBatch, first_rows
 from ktrainer.distributed.elastic_members import Member
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.elastic.joining_policy import JoiningPolicy
@@ -178,7 +178,7 @@ class ElasticRecovery:
             first = list(islice(batches, self._config.trainer.accumulate))
         if first:  # of the whole batch, as this process is alone: a few rows will do
             few = [min(each.examples, _WARM_UP_ROWS) for each in first]
-            rows = [take_slice(each.batch, n, 0, 1) for each, n in zip(first, few, strict=True)]
+            rows = [first_rows(each.batch, n) for each, n in zip(first, few, strict=True)]
             self.state.program.train([LocalBatch(b, n, n) for b, n in zip(rows, few, strict=True)])
 
     def _recover(self, loop: ResumableLoop, error: Exception | None) -> None:

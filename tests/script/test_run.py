@@ -108,6 +108,16 @@ def test_kinds_of_models_data_and_callbacks(
     assert "every rank writes" not in done.stderr
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("way", ["local", "stages"])
+def test_batches_that_are_not_lists_of_examples(way: str, tmp_path: Path) -> None:
+    """One replica trains on all of their arrays, however long each is."""
+    ranks, words = WAYS[way]
+    one = ["backend.microbatches=1"] if way == "stages" else []
+    done = run(tmp_path, "-n", ranks, SCRIPTS / "graphs.py", *words, *one)
+    assert_same(result(done), plain("graphs.py"))
+
+
 @pytest.mark.exhaustive
 def test_a_trainer_of_another_module_ends_the_routing(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(

@@ -62,9 +62,11 @@ def cut_batches(
         batch = adapt(keras.tree.map_structure(_sliceable, local.batch))
         for part in range(parts):
             start, stop = bounds(rows, part, parts)
-            data = keras.tree.map_structure(
-                lambda x, a=start, b=stop: None if x is None else x[a:b], batch
-            )
+            data = batch  # as it is: one microbatch may have arrays with different first axes
+            if parts > 1:
+                data = keras.tree.map_structure(
+                    lambda x, a=start, b=stop: None if x is None else x[a:b], batch
+                )
             weight = (stop - start) / examples if local.examples else 0.0
             result.append(Microbatch(data, stop - start, weight))
     return result
