@@ -232,7 +232,7 @@ def _from_dataset(data: tf.data.Dataset | Files, settings: _Settings) -> Callabl
         "device": settings.device,
     }
     if (service := settings.service) is not None:
-        return _from_service(dataset, settings, shares, service)
+        return _from_service(dataset, settings, shares, facts, service)
     if compared(world, not per_replica):
         require_one_order(dataset)
     return settings.feed_maker(DatasetSource(dataset, **shares), per_replica, facts)
@@ -242,6 +242,7 @@ def _from_service(
     dataset: tf.data.Dataset,
     settings: _Settings,
     shares: dict[str, Any],
+    facts: dict[str, str],
     service: TfDataServiceConfig,
 ) -> Callable[[], Feed]:
     """The feed of a pipeline that a tf.data service computes; its making agrees on the jobs."""
@@ -265,7 +266,7 @@ def _from_service(
             deadline=settings.config.service.deadline,
             **shares,
         )
-        return settings.feed_maker(source, uneven)()
+        return settings.feed_maker(source, uneven, facts)()
 
     return make
 

@@ -48,6 +48,7 @@ from ktrainer.errors import (
     WorldError,
 )
 from ktrainer.launch.process_tree import wait_until_ended
+from tests.data.rank_data import shuffled_without_seed
 from tests.data.services import Service, service
 from tests.dist.harness import Ranks
 from tests.processes import script, warm_python
@@ -122,6 +123,13 @@ def feed_of(config: DataConfig, epochs: int = 2, skip: int = 0) -> list[list[lis
             [np.asarray(step.batch[0])[: step.examples].tolist() for step in feed.read(epoch, skip)]
             for epoch in range(epochs)
         ]
+
+
+def facts_of_unseeded(config: DataConfig) -> dict[str, str]:
+    world = distributed.current_world()
+    made = make_feed(shuffled_without_seed(world), world=world, config=config, training=True)
+    with closing(made):
+        return made.fingerprint()
 
 
 def batches_without(epochs: int = 2) -> list[list[list[float]]]:
@@ -373,6 +381,9 @@ def test_a_dispatcher_for_each_rank(tmp_path, ranks: Group):
         own = DataConfig(shard="element", service=DataServiceConfig(str(started.path)))
         parts = ranks(2).run(feed_of, own)
         assert sorted(chain(*chain(*(part[1] for part in parts)))) == list(range(ROWS))
+        one, two = ranks(2).run(facts_of_unseeded, own)  # parts of two orders
+        differ = {name for name in one if one[name] != two[name]}
+        assert differ == {"first batch/x", "first batch/y"}
     assert started.process.returncode == 0
     assert not started.path.exists()
 
