@@ -40,8 +40,8 @@ class DataParallelConfig(BackendConfig):
     Attributes:
         name: data_parallel.
         engine: all-reduce of gradients. mpi: sums through MPI, needs nothing compiled.
-            horovod: Horovod's all-reduce, NCCL on GPUs. auto: horovod where there is a GPU and
-            Horovod has NCCL, else mpi.
+            horovod: Horovod's all-reduce, NCCL on GPUs. auto: horovod where each process has a
+            GPU and Horovod has NCCL, or under `horovodrun --gloo`; else, and with --heal, mpi.
         compression: none, or fp16 or bf16: gradients are sent in 16 bits (half of the bytes,
             rounded) and added up in float32; bf16 keeps the range of float32. Where sums are
             hierarchical that is between hosts only, and within a host nothing is rounded.
