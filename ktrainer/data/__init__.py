@@ -11,6 +11,7 @@ batch_source.py        the interface of sources; python_source.py: of those made
 dataset_source.py, pydataset_source.py, generator_source.py   tf.data; PyDataset; others, torch
 one_shot_iterator.py   a generator that several calls read
 dataset_shards.py, dataset_iterator.py   parts of a tf.data pipeline; its elements and its state
+dataset_shuffles.py, derived_dataset.py  the shuffles in one; a map that opens fast
 tf_data_service.py, service_source.py, service_reader.py   pipelines that a tf.data service computes
 distributed_dataset.py a rank's rows, for loops of the user's own
 stage_times.py         the slowest stage of the input

@@ -81,8 +81,7 @@ class Source(ABC):
         """Count so many batches of an unread source as used, for the calls after this one."""
 
     def look(self) -> Piece | None:
-        """A batch that was read as the source was made, like the first one of an epoch; None if
-        `open` shows the first."""
+        """The first batch, if it was read as the source was made; None if only `open` shows it."""
         return None
 
     def drop_peeked(self, pieces: Iterator[Piece]) -> None:
@@ -91,8 +90,7 @@ class Source(ABC):
         close_iterator(pieces)
 
     def replay_passes(self, passes: int, openings: int) -> None:  # noqa: B027 - most draw nothing
-        """Draw what so many passes draw for which it was opened so often, if they were not read
-        here but before a resume."""
+        """Repeat the draws of passes that were read before a resume, and of their openings."""
 
     def state(self) -> bytes | None:
         """The state of the open iterator, if it is more than the number of batches taken."""
@@ -133,12 +131,12 @@ class Source(ABC):
 
 
 def labelled(label: str, state: bytes) -> bytes:
-    """A state that says what it is of."""
+    """`state` after a label, which names the data that it is of."""
     return label.encode() + b"\n" + state
 
 
 def unlabelled(label: str, state: bytes, epoch: int, skip: int) -> bytes | None:
-    """What was `labelled` so; None, with a warning, if this is the state of other data.
+    """The state behind a label; None, with a warning, if this is the state of other data.
 
     Raises:
         CheckpointError: of other data, inside the epoch.

@@ -33,7 +33,7 @@ def array_digest(leaf: Any) -> str:
 
 
 def batch_digest(leaf: Any) -> int:
-    """A non-negative int64 hash of the shape and at most 1024 elements of one leaf of a batch."""
+    """A non-negative int64 hash of a leaf of a batch: its shape and fewer than 2048 elements."""
     if leaf is None:
         return 0
     if not isinstance(leaf, np.ndarray):

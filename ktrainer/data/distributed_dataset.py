@@ -51,8 +51,9 @@ def compare_datasets(dataset: tf.data.Dataset, world: World) -> None:
     Raises:
         DivergenceError: on every rank, naming what differs.
     """
-    length = int(dataset.cardinality())
-    facts = {"structure": describe(dataset.element_spec), "length": f"{length} batches"}
+    count = int(dataset.cardinality())
+    length = {-1: "endless", -2: "unknown"}.get(count, f"{count} batches")
+    facts = {"structure": describe(dataset.element_spec), "length": length}
     check_consistency(world, data_facts=facts)
 
 

@@ -28,13 +28,13 @@ def checked_waits(check: Callable[[], None]) -> Iterator[None]:
 
 
 def check_wait() -> None:
-    """Do what is done while this thread waits, before it might."""
+    """Call what `checked_waits` has set for this thread, which may be about to wait."""
     if (check := getattr(_here, "check", None)) is not None:
         check()
 
 
 class Prefetcher:
-    """Iterate over `items` in a background thread, at most `depth` items ahead.
+    """Iterate over `items` in a background thread, `depth` items ahead; one more waits for room.
 
     An exception of `items` is raised again in the consumer, with its own traceback. `close` stops
     the thread, also one that waits for room, and closes a generator in the thread that runs it.

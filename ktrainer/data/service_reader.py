@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,13 +90,14 @@ class ServiceReader:
             WorldError: the service has ended, or does not answer within the deadline.
         """
         self._asked.put(True)
-        silent = 0.0
+        heard = time.monotonic()
         while True:
             try:
                 answer = self._answers.get(timeout=_POLL)
             except queue.Empty:
-                silent = 0.0 if is_reachable(self._address, _POLL) else silent + _POLL
-                if silent >= self._deadline:
+                if is_reachable(self._address, _POLL):
+                    heard = time.monotonic()
+                elif time.monotonic() - heard >= self._deadline:
                     raise self._gone(f"has not answered for {self._deadline:g} s") from None
                 continue
             if answer is None:  # opened

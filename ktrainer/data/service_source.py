@@ -54,7 +54,7 @@ class ServiceSource(DatasetSource):
         service: the service.
         round_robin: in the order of the pipeline, instead of first come first served.
         deadline: seconds without an element from a service that does not answer.
-        others: as for `DatasetSource`.
+        world, sliced, class_weight, prefetch, device: as for `DatasetSource`.
     """
 
     def __init__(
