@@ -337,7 +337,7 @@ class RichProgress(_Progress):
 
 
 def _console() -> Any:
-    """rich's console; KTRAINER_TERMINAL=1 makes any output count as a terminal."""
+    """rich's console; a launcher's pipe counts as the terminal behind it."""
     from rich.console import Console
 
     if os.environ.get("KTRAINER_TERMINAL") == "1":

@@ -187,10 +187,10 @@ def _newest(checkpoints: Iterable[Checkpoint]) -> Path | None:
 
 
 def on_terminal(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the output is a terminal; KTRAINER_TERMINAL, `1` or `0`, overrules what is found."""
-    told = environ.get("KTRAINER_TERMINAL")
-    if told in ("0", "1"):
-        return told == "1"
-    # mpirun gives rank 0 a pseudo-terminal, whatever its own output is; `ktrainer run` replaces it.
-    own = "OMPI_COMM_WORLD_SIZE" not in environ or "KTRAINER_LAUNCHED" in environ
-    return own and sys.stdout.isatty()
+    """Whether the output is a terminal: this process's, or the launcher's, which sets
+    KTRAINER_TERMINAL to `1` or `0`."""
+    launcher = environ.get("KTRAINER_TERMINAL")
+    if launcher in ("0", "1"):
+        return launcher == "1"
+    # mpirun gives rank 0 a pseudo-terminal, whatever its own output is.
+    return sys.stdout.isatty() and "OMPI_COMM_WORLD_SIZE" not in environ

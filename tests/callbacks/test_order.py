@@ -69,5 +69,4 @@ def test_the_pseudo_terminal_of_mpirun_is_none(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert on_terminal({}) is True
     assert on_terminal({"OMPI_COMM_WORLD_SIZE": "2"}) is False
-    assert on_terminal({"OMPI_COMM_WORLD_SIZE": "2", "KTRAINER_LAUNCHED": "1"}) is True
     assert on_terminal({"OMPI_COMM_WORLD_SIZE": "2", "KTRAINER_TERMINAL": "1"}) is True

@@ -18,7 +18,6 @@ import pytest
 from ktrainer.launch.process_tree import wait_until_ended
 from tests.dist.harness.group import ROOT
 from tests.launch.conftest import SECONDS, launch_command
-from tests.processes import warm_python
 
 Launch = Callable[..., subprocess.CompletedProcess[str]]
 Script = Callable[[str], Path]
@@ -322,42 +321,9 @@ def test_rank_0_writes_to_the_terminal_itself(script: Script) -> None:
         HEADER + "print(f'rank {here.rank} {sys.stdout.isatty()} {sys.stderr.isatty()}')\n"
         "here.barrier()\n"
     )
-    output = on_a_terminal(launch_command("-n", 2, path))
-    lines = output.replace("\x1b[2K", "").replace("\r", "\n").split("\n")
-    assert sorted(line for line in lines if line) == ["[1] rank 1 False False", "rank 0 True True"]
-
-
-FITS = """\
-from ktrainer import Trainer
-import keras
-import numpy as np
-
-trainer = Trainer.from_cli()
-model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-model.compile("sgd", "mse")
-x = np.ones((64, 2), "float32")
-trainer.fit(model, (x, x[:, :1]), epochs=2)
-"""
-
-
-@pytest.mark.parametrize(("kind", "live"), [("auto", True), ("plain", False)])
-def test_progress_is_live_on_a_terminal(
-    script: Script, kind: str, live: bool, tmp_path: Path
-) -> None:
-    words = ["backend=data_parallel", f"logging.progress={kind}", f"run.dir={tmp_path}/run"]
-    python = warm_python(TERM="xterm-256color")
-    output = on_a_terminal(launch_command("-n", 2, script(FITS), *words, python=python))
-    assert ("\x1b[?25l" in output) is live  # the cursor is hidden
-    assert output.count("\x1b[?25h") >= live
-    assert "epoch 2/2" in output
-
-
-def on_a_terminal(command: list[str]) -> str:
-    """What a command that succeeds writes to a terminal."""
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color"}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+        launch_command("-n", 2, path), cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
     output = b""
@@ -367,8 +333,9 @@ def on_a_terminal(command: list[str]) -> str:
     except OSError:  # the other side was closed
         pass
     os.close(ours)
-    assert process.wait(SECONDS) == 0, output
-    return output.decode()
+    assert process.wait(SECONDS) == 0
+    lines = output.decode().replace("\x1b[2K", "").replace("\r", "\n").split("\n")
+    assert sorted(line for line in lines if line) == ["[1] rank 1 False False", "rank 0 True True"]
 
 
 def test_plain_mpirun_finds_ranks_too(script: Script) -> None:
