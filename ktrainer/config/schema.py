@@ -287,7 +287,7 @@ class LoggingConfig:
         every: how often metrics are averaged over ranks, shown and logged, such as "50ba", "1ep",
             "10s".
         progress: rich: a live display. plain: lines. none: nothing. auto: rich on a terminal,
-            else plain.
+            else plain, as under mpirun.
         slow: share of the time from which on a wait for data, or a callback, is named as slow, once
             a fit; also named are ranks that compute longer than the others, or than before, for
             lack of processors or memory, and slow links between hosts. null: nothing is named.

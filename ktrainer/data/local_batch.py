@@ -106,13 +106,13 @@ def require_examples(batch: Any, rank: int, size: int, advice: str = _PER_WORKER
     Raises:
         DataError: naming the first axis of each part.
     """
-    if not _has_examples(batch):
+    if not has_examples(batch):
         named = zip(leaf_names(batch), _first_axes(batch), strict=True)
         found = {n: c[0] if c else None for n, c in named if c is not None}
         raise not_examples(found, rank, size, advice)
 
 
-def _has_examples(batch: Any) -> bool:
+def has_examples(batch: Any) -> bool:
     """Whether all arrays have the same first axis."""
     return len({axis for axis in _first_axes(batch) if axis is not None}) <= 1
 
@@ -138,8 +138,11 @@ def not_examples(
 def take_slice(batch: Any, rows: int, rank: int, size: int) -> Any:
     """This rank's rows of a batch of arrays; the first row, as padding, if it has none. One rank
     alone takes the batch as it is: its arrays may have different first axes."""
-    if size == 1:
-        return batch
+    if size == 1:  # what a variable holds now
+        return tf.nest.map_structure(
+            lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, tf.Variable) else leaf,
+            batch,
+        )
     require_examples(batch, rank, size)
     start, stop = bounds(rows, rank, size)
     return _rows_between(batch, start, stop) if start < stop else first_rows(batch, 1)
@@ -148,7 +151,7 @@ def take_slice(batch: Any, rows: int, rank: int, size: int) -> Any:
 def first_rows(batch: Any, rows: int) -> Any:
     """The first rows of a batch of arrays; all of it where these have different first axes, as rows
     of one may name rows of another."""
-    return _rows_between(batch, 0, rows) if _has_examples(batch) else batch
+    return _rows_between(batch, 0, rows) if has_examples(batch) else batch
 
 
 def _rows_between(batch: Any, start: int, stop: int) -> Any:

@@ -20,7 +20,7 @@ from ktrainer.data.data_agreement import (
     raise_failed,
     raise_other_replica,
 )
-from ktrainer.data.local_batch import LocalBatch, first_rows, leaf_names
+from ktrainer.data.local_batch import LocalBatch, first_rows, has_examples, leaf_names
 from ktrainer.data.source_feed import SourceFeed
 from ktrainer.distributed.world import World
 
@@ -56,6 +56,7 @@ class PerReplicaFeed(SourceFeed):
         )
         self._facts = facts or {}
         self._last_batch: Any = None
+        self._pads_whole = False  # as a batch was not one of examples
 
     def read(self, epoch: int, skip: int = 0) -> Iterator[LocalBatch]:
         if self.pass_batches is not None and skip >= self.pass_batches:
@@ -106,6 +107,7 @@ class PerReplicaFeed(SourceFeed):
         if piece is None:
             return LocalBatch(self._padding(), 0, total)
         self._last_batch = piece.batch
+        self._pads_whole = self._pads_whole or not has_examples(piece.batch)
         return LocalBatch(piece.batch, rows, total)
 
     def _widen(self, piece: Piece | None) -> None:
@@ -114,11 +116,11 @@ class PerReplicaFeed(SourceFeed):
         self.spec = widen(self.spec, agreed_spec(self.world, mine))
 
     def _padding(self) -> Any:
-        """The first row of this rank's last batch, or all of it if that is not a batch of examples;
-        a row of zeros if it never had one."""
+        """The first row of this rank's last batch, or all of it if one was no batch of examples; a
+        row of zeros if it never had one."""
         if self._last_batch is None:
             return padding_row(self.spec)
-        return first_rows(self._last_batch, 1)
+        return self._last_batch if self._pads_whole else first_rows(self._last_batch, 1)
 
     def peek(self, rows: int) -> Any:
         piece = self._cursor.peek()

@@ -10,6 +10,7 @@ import pytest
 
 from ktrainer.data.local_batch import first_rows, take_slice
 from ktrainer.errors import DataError
+from tests.contracts.running import use_float64
 from tests.dist.small import make_trainer
 
 Graph = tuple[tuple[np.ndarray, np.ndarray], np.ndarray]
@@ -35,7 +36,7 @@ def weights_after(by_rank: Sequence[Sequence[Graph]], **words: Any) -> list[np.n
     import keras
     import tensorflow as tf
 
-    keras.config.set_floatx("float64")
+    use_float64()
     keras.utils.set_random_seed(1)
 
     class Messages(keras.layers.Layer):
@@ -55,15 +56,19 @@ def weights_after(by_rank: Sequence[Sequence[Graph]], **words: Any) -> list[np.n
 
 def test_a_rank_without_graphs_is_padded_with_a_whole_one(ranks: Callable[..., Any]) -> None:
     """A row of each array would be a node, and an edge from or to one that is not there."""
-    one, two, three = graph(0, 5, 12), graph(1, 4, 3), graph(2, 6, 9)
-    truth = weights_after([[together([one, three]), two]], backend="local")
-    for found in ranks(2).run(weights_after, [[one, two], [three]], data__batch="per_worker"):
+    one, two, three, even = graph(0, 5, 12), graph(1, 4, 3), graph(2, 6, 9), graph(3, 5, 5)
+    truth = weights_after([[together([one, three]), together([two, even]), one]], backend="local")
+    given = [[one, two, one], [three, even]]  # as many edges as nodes in what is padded with
+    for found in ranks(2).run(weights_after, given, data__batch="per_worker"):
         for mine, value in zip(found, truth, strict=True):
             np.testing.assert_allclose(mine, value, rtol=1e-12, atol=1e-14)
 
 
 def test_one_rank_takes_all_of_a_graph() -> None:
+    import tensorflow as tf
+
     whole = graph(0, 5, 12)
+    assert not isinstance(take_slice(tf.Variable(whole[1]), 5, 0, 1), tf.Variable)
     (_, edges), y = take_slice(whole, 5, 0, 1)
     assert (len(edges), len(y)) == (12, 5)
     (_, edges), y = first_rows(whole, 1)
