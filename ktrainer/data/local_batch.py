@@ -145,7 +145,9 @@ def take_slice(batch: Any, rows: int, rank: int, size: int) -> Any:
         )
     require_examples(batch, rank, size)
     start, stop = bounds(rows, rank, size)
-    return _rows_between(batch, start, stop) if start < stop else first_rows(batch, 1)
+    if start == stop:
+        start, stop = 0, 1
+    return _rows_between(batch, start, stop)
 
 
 def first_rows(batch: Any, rows: int) -> Any:

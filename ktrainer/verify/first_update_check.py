@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from ktrainer.config import Config, PipelineConfig
 from ktrainer.data import Feed
-from ktrainer.data.local_batch import count_rows, take_slice
+from ktrainer.data.local_batch import count_rows, first_rows, take_slice
 from ktrainer.distributed import World
 from ktrainer.plan.run_plan import Plan
 from ktrainer.runtime.garbage_collection import return_freed_memory
@@ -227,7 +227,7 @@ def _differs_in_fewer_rows(
     fewer = rows - parts
     if fewer < parts:
         return True
-    head = _head(batch, rows, fewer)
+    head = first_rows(batch, fewer)
     whole, split = passes.whole(head), _in_parts(passes, head, fewer, parts)
     return difference(whole, split, model, parts, fewer) is not None
 
@@ -275,19 +275,7 @@ def _few_rows(batch: Any) -> tuple[Any, int]:
     size = sum(_bytes(leaf) for leaf in leaves) / given
     if size > _MOST_ROW_BYTES:
         raise CheckSkipped(f"an example has {size / 2**20:.0f} MiB")
-    whole = rows / given
-    return (batch if whole == 1 else _head(batch, given, rows)), rows
-
-
-def _head(batch: Any, given: int, rows: int) -> Any:
-    def first(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if isinstance(leaf, tf.SparseTensor):
-            return take_slice(leaf, given, 0, -(-given // rows))
-        return leaf[:rows]
-
-    return tf.nest.map_structure(first, batch)
+    return (batch if rows == given else first_rows(batch, rows)), rows
 
 
 def _bytes(leaf: Any) -> float:

@@ -423,3 +423,11 @@ def test_a_table_that_is_looked_up_once_a_batch(
     assert len(found) == warned
     assert "did not check" not in capfd.readouterr().err
     assert all("look rows up for every example" in text for text in found)
+
+
+def test_few_rows_of_sparse_and_dense_arrays_are_as_many() -> None:
+    dense = np.eye(32, dtype="float32")
+    (sparse, y), rows = first_update_check._few_rows((tf.sparse.from_dense(dense), dense))
+    assert rows < 32
+    np.testing.assert_array_equal(tf.sparse.to_dense(sparse), dense[:rows])
+    np.testing.assert_array_equal(y, dense[:rows])
