@@ -73,6 +73,7 @@ class LossGuard(Callback):
         self.every = Every(f"{every}ba")
         self._first_judged = (window + 1) * every  # the update whose loss may be a spike
         self._own_world = world
+        self._skipped_before = 0  # at the last look, of all that the guard has counted
         self._since: LossOfStep | None = None
 
     # -- events
@@ -107,7 +108,7 @@ class LossGuard(Callback):
             if self.spike is not None and not math.isnan(loss):
                 self.losses.append(loss)
             self._set_limit()
-        elif not in_a_row:
+        elif not (in_a_row and finite) and self.stopped_at != step:
             action = self.on_spike if finite else self.nan
             at = "at" if self._is_first_bad(in_a_call) else "by"
             self._act(action, step, f"{problem} {at} step {step}{where}")
@@ -115,7 +116,7 @@ class LossGuard(Callback):
     def _is_first_bad(self, in_a_call: int) -> bool:
         """Return whether no step before was bad: of several in a call, only the last one's loss is
         known, unless the call ends at the first that is bad."""
-        if in_a_call == 1 or not self._looks_at_all:
+        if in_a_call == 1:
             return True
         return self.stops_at_once and self.world.size == 1 and not self.world.heals
 
@@ -265,14 +266,29 @@ class LossGuard(Callback):
             "losses": list(self.losses),
             "skipped": self.skipped,
             "rollbacks": self.rollbacks,
-            "in_a_row": int(self.guard.skipped_in_a_row.numpy()) if self.guard is not None else 0,
+            **self._state_of_guard(),
+        }
+
+    def _state_of_guard(self) -> dict[str, Any]:
+        """What the compiled step has kept: before the end of a step that ranks return to, also what
+        was not looked at yet."""
+        if self.guard is None:
+            return {"in_a_row": 0}
+        loss = float(self.guard.loss.numpy())
+        return {
+            "in_a_row": int(self.guard.skipped_in_a_row.numpy()),
+            "loss": loss if math.isfinite(loss) else str(loss),
+            "not_seen": self._skipped_in_all() - self._skipped_before,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.trainer is not None and self.train_state.update_invalid:
-            return  # a rollback: what was seen since stays seen
+        if self.trainer is not None and self.train_state.rollback is not None:
+            return  # what was seen since stays seen
         self.losses.clear()
         self.losses.extend(state.get("losses", []))
         self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)
         if self.guard is not None:
             self.guard.skipped_in_a_row.assign(state.get("in_a_row", 0))
+            self.guard.loss.assign(float(state.get("loss", 0.0)))
+            self.guard.skipped.assign(state.get("not_seen", 0))
+            self._skipped_before = 0

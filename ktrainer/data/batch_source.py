@@ -144,8 +144,9 @@ def unlabelled(label: str, state: bytes, epoch: int, skip: int) -> bytes | None:
     then, _, rest = state.partition(b"\n")
     if then == label.encode():
         return rest
-    known = len(then) < _LONGEST
-    found = then.decode(errors="replace") if known else "other data, or of an older version"
+    text = then.decode(errors="replace")
+    known = len(then) < _LONGEST and text.isprintable()
+    found = text if known else "other data, or of an older version"
     problem = f"the checkpoint keeps the order of {found}, but the data is {label} now"
     if not skip:
         warnings.warn(f"{problem}: epoch {epoch + 1} has the order of a new run", stacklevel=2)

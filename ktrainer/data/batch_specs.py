@@ -43,7 +43,11 @@ def any_rows(spec: Any) -> Any:
 def fits(batch: Any, spec: Any) -> bool:
     """Return whether a batch's shapes are covered by `spec` (its structure and dtypes are)."""
     for leaf, wanted in zip(tf.nest.flatten(batch), tf.nest.flatten(spec), strict=True):
-        if leaf is None or isinstance(wanted, (tf.RaggedTensorSpec, tf.SparseTensorSpec)):
+        if leaf is None or wanted is None:
+            if leaf is not wanted:
+                return False
+            continue
+        if isinstance(wanted, (tf.RaggedTensorSpec, tf.SparseTensorSpec)):
             continue
         dims, known = tuple(leaf.shape), wanted.shape
         if known.rank is None:

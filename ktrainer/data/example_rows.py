@@ -168,8 +168,8 @@ def _stack(leaves: tuple[Any, ...]) -> Any:
 
 
 def _cast(spec: Any, leaf: Any) -> Any:
-    if spec is None and leaf is None:
-        return None
+    if spec is None or leaf is None:
+        return leaf
     if spec.dtype == tf.as_dtype(leaf.dtype):
         return leaf
     return leaf.astype(spec.dtype.as_numpy_dtype, casting="safe")

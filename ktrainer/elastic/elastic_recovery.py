@@ -135,7 +135,7 @@ class ElasticRecovery:
                 history=history_of(self.model),
                 states=copy.deepcopy(states),
                 arrays=arrays,
-                stop=bool(self.model.stop_training),
+                stopped=state.stopped,
                 out_of_time=state.out_of_time,
                 update_invalid=state.update_invalid,
                 started=self._joining_policy.started,
@@ -290,10 +290,14 @@ class ElasticRecovery:
         state.progress = Progress.from_dict(point.progress)
         self._joining_policy.learn(point.started)
         run.ranks_changed(point.run_dir, point.shuffle_order, point.lengths)
+        state.rollback = None  # callbacks that asked for it are called again
         load_callback_states(run.callbacks.callbacks, point.states, point.arrays, self.model)
         fill_history(getattr(self.model, "history", None), {"history": point.history})
-        self.model.stop_training, state.update_invalid = point.stop, point.update_invalid
-        state.out_of_time = point.out_of_time
+        # What a callback of this rank has asked for since then, no vote has heard of.
+        asked = self.model.stop_training and self._point.order == point.order
+        self.model.stop_training = point.stopped or bool(asked)
+        state.stopped, state.out_of_time = point.stopped, point.out_of_time
+        state.update_invalid = point.update_invalid
         progress = loop.resume_at(point.phase, point.logs, point.callbacks_up_to)
         state.joining = False
         emit(run.callbacks.callbacks, "on_heal", progress)

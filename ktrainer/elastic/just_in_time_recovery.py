@@ -114,20 +114,20 @@ class JustInTimeRecovery:
         Raises:
             PeerLost: on all ranks, which then return to the commit before.
         """
-        out_of_time = self.state.out_of_time
-        ends = self.model.stop_training or out_of_time or self._loop.steps_left == 0
+        state = self.state
+        ends = state.stopped or state.out_of_time or self._loop.steps_left == 0
         if phase == Phase.UPDATED or ends:
             return
-        with self.state.times.of(HEALING):
+        with state.times.of(HEALING):
             states, arrays = callback_states(self.run.every, self.model, held=True)
             point = RecoveryPoint(
                 phase=phase,
-                progress=self.state.progress.to_dict(),
+                progress=state.progress.to_dict(),
                 history=history_of(self.model),
                 states=copy.deepcopy(states),
                 arrays=arrays,
-                logs=self.state.counted.plain_logs(),
-                update_invalid=self.state.update_invalid,
+                logs=state.counted.plain_logs(),
+                update_invalid=state.update_invalid,
             )
             self.world.agree("a finished update")
             self._point, self._counted = point, self._told
@@ -225,6 +225,7 @@ class JustInTimeRecovery:
         assert self._point is not None
         point, world, model = self._point, self.world, self.model
         self._backup.undo()
+        self.state.rollback = None  # asked for after that commit
         load_callback_states(self.run.every, point.states, point.arrays, model)
         model.stop_training = False
         writers = self.grid.writers(member.stable_rank for member in world.members)

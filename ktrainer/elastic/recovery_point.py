@@ -42,7 +42,7 @@ class RecoveryPoint:
         logs: those of the step, for callbacks that have not heard of them, and for the epoch.
         history: Keras' History, as a dict.
         states, arrays: those of the callbacks, as in a checkpoint.
-        stop, out_of_time: whether training is to end, by a callback or the clock.
+        stopped, out_of_time: whether training is to end, by a callback or the clock.
         update_invalid: whether the last update has spoilt the model.
         started: ranks at the start.
         run_dir: the run's folder.
@@ -57,7 +57,7 @@ class RecoveryPoint:
     history: dict[str, Any] = field(default_factory=dict)
     states: list[dict[str, Any]] = field(default_factory=list)
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    stop: bool = False
+    stopped: bool = False
     out_of_time: bool = False
     update_invalid: bool = False
     started: int = 0

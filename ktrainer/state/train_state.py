@@ -67,6 +67,8 @@ class TrainState:
         end: how the run has ended, and why; see `ktrainer.training.run_facts.end_facts`.
         log_due: whether a callback wants logs after this update; on all ranks alike.
         stop_reason: why a callback has asked for the end of training; None if none has.
+        stopped: whether training has been stopped: a callback of any rank has asked for it in
+            `model.stop_training`, and all ranks know it.
         out_of_time: whether `trainer.max_time` has passed, on any rank.
         update_invalid: whether the last update has spoilt the model, as far as `health` can tell:
             no checkpoint of it is saved.
@@ -100,6 +102,7 @@ class TrainState:
     epoch_complete: bool = True
     log_due: bool = False
     stop_reason: str | None = None
+    stopped: bool = False
     out_of_time: bool = False
     update_invalid: bool = False
     rollback: str | None = None

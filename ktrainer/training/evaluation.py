@@ -164,7 +164,10 @@ class Validation:
             return context.world.oob_allreduce(values, "max", what)
 
         def agree(stop: bool) -> bool:
-            return self._signals.agree(maximum, (stop,), "stop evaluating")[0]
+            (stop,), request = self._signals.agree(maximum, (stop,), "stop evaluating")
+            if request is not None:
+                raise request
+            return stop
 
         program, common = self._state.program, context.has_common_logs
         return evaluate(program, feed, self._callbacks, context.world, agree, common)

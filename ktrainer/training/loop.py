@@ -207,10 +207,13 @@ class Loop:
 
     def _check_time_left(self) -> None:
         """Stop where the time was used up before the resume."""
+        stopped = self.state.stopped
         try:  # time counts over restarts, so it may have been used up
             self._stop.vote()
         except PreemptionRequested as request:
             self._exit(request)
+        # A stop asked for as training began is heard of after the next update, as without a limit.
+        self.state.stopped = stopped
         if self.state.out_of_time and self.world.is_root:
             warnings.warn(
                 f"training had taken {self.state.progress.elapsed:.0f} s when the checkpoint was "
@@ -240,6 +243,7 @@ class Loop:
         for every in (self._validate_every, self._log_every):
             every.heal(before)
         self._watch.ranks_changed()
+        self._per_call.rewind()
         return before
 
     def _start_clock(self) -> None:
@@ -278,7 +282,7 @@ class Loop:
 
     def _finalize(self, logs: Any) -> None:
         """Put averages of the weights in place, and call `on_train_end`."""
-        if not self.model.stop_training or self.state.feed.exhausted:
+        if not self.state.stopped or self.state.feed.exhausted:
             keep_averages(self.callbacks.callbacks)  # after a callback's stop Keras does not
         self.program.finalize_weights()
         self.callbacks.on_train_end(logs=logs)
@@ -314,6 +318,8 @@ class Loop:
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
         logs = logs_so_far(state, self.world)
+        if self._due(self._log_every, epoch_end=True):
+            emit(self.callbacks.callbacks, "on_log", progress.step, dict(logs))
         if self._due(self._validate_every, epoch_end=True) and self.triggers.validates_after(epoch):
             logs |= self._validation.run(keep=cut)
         else:
@@ -422,7 +428,7 @@ class Loop:
             if self.program.counts_metrics:
                 counted.examples += sum(batch.examples for batch in batches)
                 counted.last = batches[-1].examples
-        counted.logs = logs
+        counted.logs, self.world.step = logs, progress.step
         progress.elapsed = time.monotonic() - self._started
 
     def _after_update(self, logs: Any) -> bool:

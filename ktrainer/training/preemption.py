@@ -83,9 +83,15 @@ class SignalHandlers:
                     self._before[number] = signal.signal(number, self._note)
         try:
             yield
+        except GeneratorExit:  # `break` in a loop of the user's own
+            self._raise_again()
+            raise
         except BaseException:
             self._restore()
             raise
+        self._raise_again()
+
+    def _raise_again(self) -> None:
         self._restore()
         if self._number:
             os.kill(os.getpid(), self._number)
@@ -112,22 +118,19 @@ class SignalHandlers:
         vote: Callable[[np.ndarray, str], np.ndarray],
         flags: tuple[bool, ...],
         what: str,
-    ) -> tuple[bool, ...]:
-        """Whether each of `flags` is true on any rank. One message.
+    ) -> tuple[tuple[bool, ...], PreemptionRequested | None]:
+        """Whether each of `flags` is true on any rank, and whether any was asked to end. One
+        message.
 
         Args:
             vote: the maximum over ranks of each of some int32 numbers.
             flags: this rank's.
             what: names the operation, should its deadline pass.
-
-        Raises:
-            PreemptionRequested: on every rank, if any was asked to end.
         """
         mine = np.array([*flags, *self.flags()], np.int32)
         *agreed, number, milliseconds = map(int, vote(mine, what))
-        if number:
-            raise PreemptionRequested(number, milliseconds / 1000)
-        return tuple(map(bool, agreed))
+        request = PreemptionRequested(number, milliseconds / 1000) if number else None
+        return tuple(map(bool, agreed)), request
 
     def wait_for_data(self, take: Callable[[], Any], alone: bool) -> Any:
         """`take()`, which waits for data, and calls `check_wait` before.
@@ -182,10 +185,10 @@ def checkpoint_and_exit(
     """
     world, step = context.world, state.progress.step
     grace = context.config.trainer.interrupt.grace
-    left = grace - request.seconds - min(grace / 10, _TO_END_SECONDS)
+    kept = min(grace / 10, _TO_END_SECONDS)
     savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
     for saver in savers:
-        saver.save_in_time(left)
+        saver.save_in_time(grace - request.seconds - kept)
     state.end = {"reason": "interrupted", "why": signal.Signals(request.number).name}
     with backups_kept(callbacks.callbacks):
         callbacks.on_train_end(logs={})

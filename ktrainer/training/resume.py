@@ -64,10 +64,10 @@ def resume_run(
     )
     if progress is None:
         return None
-    state.progress = progress
+    state.progress, state.stopped = progress, bool(state.model.stop_training)
     if state.validation is not None:
         state.validation.replay_passes(progress.validations)
-    if state.model.stop_training and world.is_root:
+    if state.stopped and world.is_root:
         warnings.warn(
             "training had been stopped when the checkpoint was made, so there is nothing to "
             "do; checkpoint.resume=never starts afresh",
@@ -173,8 +173,7 @@ def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.Callba
     # Updates of the old weights that still run would change the restored ones.
     state.program.finish()
     state.program.abandon()
-    reason, state.rollback = state.rollback, None
-    model, now = state.model, state.progress
+    reason, model, now = state.rollback, state.model, state.progress
     then = _restore_last(model, world, callbacks)
     if then is None:
         text = f"{reason}, and there is no checkpoint to go back to: training stops"
@@ -186,6 +185,7 @@ def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.Callba
         swap_back(callbacks.callbacks)  # the checkpoint may be of an epoch's end, and this is none
         emit(callbacks.callbacks, "on_restore", now)
         state.update_invalid = False
+    state.rollback = None
     state.counted.examples = 0  # as the metrics, which start over
     if world.is_root:
         warnings.warn(text, stacklevel=4)

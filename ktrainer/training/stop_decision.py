@@ -49,7 +49,7 @@ class StopDecision:
         """Whether nothing more is trained."""
         state = self._state
         return (
-            state.model.stop_training
+            state.stopped
             or state.out_of_time
             or state.progress.epoch >= self._triggers.epochs
             or self.steps_left == 0
@@ -76,7 +76,11 @@ class StopDecision:
         late = limit is not None and state.progress.elapsed >= limit
         # Not a stop that a checkpoint should remember: a later run may have more time.
         flags = (bool(state.model.stop_training), late, self._watch.due)
-        agreed = self._signals.agree(self._recovery.vote, flags, what)
-        stopped, state.out_of_time, self.compares_times = agreed
-        state.model.stop_training = stopped
-        return stopped or state.out_of_time or self.steps_left == 0
+        agreed, request = self._signals.agree(self._recovery.vote, flags, what)
+        state.stopped, state.out_of_time, self.compares_times = agreed
+        state.model.stop_training = state.stopped
+        if not state.stopped:  # maybe a callback has asked for it, and another one called it off
+            state.stop_reason = None
+        if request is not None:
+            raise request
+        return state.stopped or state.out_of_time or self.steps_left == 0

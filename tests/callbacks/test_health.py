@@ -71,7 +71,7 @@ def test_a_call_of_several_updates_on_a_rank_that_is_left_alone(heals: bool, whe
 
 def test_the_loss_can_be_looked_at_less_often() -> None:
     stop = LossGuard(every=5)
-    with pytest.warns(UserWarning, match="not finite at step 5"):
+    with pytest.warns(UserWarning, match="not finite by step 5"):
         fit(small_model(), [SpoilsAt(2), stop], epochs=3)
     assert stop.stopped_at == 5
 

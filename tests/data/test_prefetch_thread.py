@@ -7,10 +7,11 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from ktrainer.data.prefetch_thread import Prefetcher, checked_waits
+from ktrainer.data.prefetch_thread import Prefetcher, checked_waits, prefetched
 
 
 def test_an_error_of_the_prefetched_comes_with_its_traceback() -> None:
@@ -48,18 +49,24 @@ def test_a_prefetcher_stays_within_its_depth_and_closes_the_generator() -> None:
     assert closed.is_set()
 
 
-def test_closing_does_not_wait_for_a_slow_source() -> None:
+@pytest.mark.parametrize("copy", [None, lambda item: item], ids=["made", "copied"])
+def test_closing_does_not_wait_for_a_slow_source(copy: Any) -> None:
+    """Nor does closing again, as each part of a feed does; and one warning is enough."""
     release = threading.Event()
 
     def slow() -> Iterator[int]:
         release.wait(30)
         yield 1
 
-    items = Prefetcher(slow(), 1, "test")
-    with pytest.warns(UserWarning, match="still computes a batch"):
+    before = set(threading.enumerate())
+    items, began = prefetched(slow(), 1, "test", copy), time.monotonic()
+    with pytest.warns(UserWarning, match="still computes a batch") as said:
         items.close(timeout=0.05)
+    items.close()  # where warnings are errors
+    assert (len(said), time.monotonic() - began < 4) == (1, True)
     release.set()
-    items.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)
 
 
 def test_nothing_is_computed_while_paused() -> None:

@@ -434,6 +434,16 @@ def _two_ranks() -> Iterator[Any]:
     yield X, Y[:, None]
 
 
+def _weights_at_last() -> Iterator[Any]:
+    yield from [(X, Y, None)] * 2
+    yield X, Y, np.ones(len(X))
+
+
+def _no_weights_at_last() -> Iterator[Any]:
+    yield from [(X, Y, np.ones(len(X)))] * 2
+    yield X, Y, None
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -442,6 +452,8 @@ def _two_ranks() -> Iterator[Any]:
         (lambda: iter(()), "empty"),
         (_two_kinds, "same structure"),
         (_two_ranks, "agree in y"),
+        (_weights_at_last, "agree in sample_weight, but one has None"),
+        (_no_weights_at_last, "agree in sample_weight, .* another None"),
     ],
 )
 def test_errors_say_what_is_wrong(data: Any, message: str) -> None:

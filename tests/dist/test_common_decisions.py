@@ -35,26 +35,32 @@ def test_a_wait_for_a_rank_that_left_ends_and_names_the_step(ranks: Callable[...
     assert (error.rank, error.step, error.seconds) == (0, 2, 1.0)
 
 
-def _stop_on(rank: int, at_begin: bool = False) -> tuple[int, int]:
+def _stop_on(rank: int, begin: str = "", **words: Any) -> tuple[int, int]:
     import keras
 
     class Stop(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            if begin == "training" and trainer.world.rank == rank:
+                self.model.stop_training = True
+
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            if at_begin and trainer.world.rank == rank:
+            if begin == "epoch" and trainer.world.rank == rank:
                 self.model.stop_training = True
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 2 and trainer.world.rank == rank:
                 self.model.stop_training = True
 
-    with make_trainer((Stop(),), trainer__epochs=5) as trainer:
+    with make_trainer((Stop(),), trainer__epochs=5, **words) as trainer:
         trainer.fit(small_model, vectors())
         return trainer.progress.step, trainer.progress.epoch
 
 
 def test_one_rank_that_stops_stops_all_at_that_step(ranks: Callable[..., Any]) -> None:
     assert ranks(3).run(_stop_on, 1) == [(3, 0)] * 3
-    assert ranks(3).run(_stop_on, 1, at_begin=True) == [(1, 0)] * 3
+    assert ranks(3).run(_stop_on, 1, begin="epoch") == [(1, 0)] * 3
+    assert ranks(3).run(_stop_on, 1, begin="training") == [(1, 0)] * 3
+    assert ranks(3).run(_stop_on, 1, begin="training", trainer__max_time="1h") == [(1, 0)] * 3
 
 
 def _nan_on(rank: int) -> tuple[int, bool]:

@@ -175,6 +175,17 @@ def test_row_20_back_after_a_spike(tmp_path: Path) -> None:
     assert seen[0] == pytest.approx(seen[1], rel=1e-5)  # differences of a float32 total
 
 
+def test_row_20_an_infinite_loss_is_no_spike(tmp_path: Path) -> None:
+    """`health.nan` says what happens, though its update is skipped, as one of a spike is."""
+    words = (*SPIKE, "checkpoint.every=1ba", "trainer.epochs=2")
+    found = train(tmp_path / "infinite", words, {5: 1e25})
+    assert (found.step, found.steps) == (5, [1, 2, 3, 4])
+    assert "the loss is not finite at step 5: the update was skipped" in found.said[0]
+    assert "the loss is not finite at step 5. Training stops" in found.said[1]
+    found = train(tmp_path / "spike", words, {5: 1000.0})
+    assert (found.step, len(found.said)) == (16, 2)
+
+
 def test_row_20_a_spike_stops(tmp_path: Path) -> None:
     words = (*SPIKE[::2], "checkpoint.every=1ba", "trainer.epochs=2")
     found = train(tmp_path, words, {5: 1000.0})

@@ -171,6 +171,16 @@ def test_a_signal_ends_the_loop_with_a_checkpoint(tmp_path: Path, undisturbed: A
     assert whole(tmp_path, "checkpoint.every=100ba") == undisturbed
 
 
+def test_a_signal_before_a_break_is_not_lost(tmp_path: Path) -> None:
+    def ends(step: int) -> bool:
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step == 2
+
+    with pytest.raises(KeyboardInterrupt):
+        whole(tmp_path, "trainer.interrupt.signals=[SIGINT]", at=ends)
+
+
 def minimal(trainer: Trainer, loss: Callable[[int], float], **given: Any) -> list[Any]:
     """The learning rate of each step of a loop that reports losses and trains on nothing."""
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])

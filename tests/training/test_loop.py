@@ -33,26 +33,36 @@ def test_max_steps_ends_in_the_middle_of_an_epoch() -> None:
 
 
 class StopsAtBegin(keras.callbacks.Callback):
-    """Stops as the second epoch begins."""
+    """Stops as training begins, or the second epoch."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.stop_training = self.first
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model.stop_training = epoch == 1
+        self.model.stop_training = self.model.stop_training or epoch == 1
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["training", "second epoch"])
 @pytest.mark.parametrize("a_call", ["1", "auto"])
-def test_a_stop_as_an_epoch_begins_comes_after_one_batch(
-    monkeypatch: pytest.MonkeyPatch, a_call: str
+def test_a_stop_as_training_or_an_epoch_begins_comes_after_one_batch(
+    monkeypatch: pytest.MonkeyPatch, a_call: str, first: bool
 ) -> None:
     """Also where calls make many updates, as they soon do in a longer training."""
     monkeypatch.setattr(UpdatesPerCall, "_auto_size", lambda self, most: most() or 6)
     x, y = data()
     model = build(eager=False)
     theirs = model.fit(
-        x, y, BATCH, epochs=4, shuffle=False, verbose=0, callbacks=[StopsAtBegin()]
+        x, y, BATCH, epochs=4, shuffle=False, verbose=0, callbacks=[StopsAtBegin(first)]
     ).history
-    with trainer([StopsAtBegin()], trainer__epochs=4, trainer__steps_per_call=a_call) as it:
+    words = {"trainer__epochs": 4, "trainer__steps_per_call": a_call, "trainer__max_time": "1h"}
+    with trainer([StopsAtBegin(first)], **words) as it:
         history = it.fit(build(eager=False), (x, y)).history
-        assert (it.progress.epoch, it.progress.batch, it.progress.step) == (1, 1, 7)
+        expected = (0, 1, 1) if first else (1, 1, 7)
+        assert (it.progress.epoch, it.progress.batch, it.progress.step) == expected
     assert history == theirs
     close(it, model, 0)
 
@@ -157,6 +167,10 @@ def test_validation_inside_an_epoch_leaves_its_metrics_alone() -> None:
 def test_logging_every() -> None:
     seen, _, _ = watch(trainer__epochs=2, logging__every="5ba")
     assert seen.logged == [5, 10]
+    seen, _, _ = watch(trainer__epochs=3, logging__every="1ep")
+    assert seen.logged == [6, 12, 18]
+    seen, _, _ = watch(trainer__epochs=3, logging__every="2ep")
+    assert seen.logged == [12]
 
 
 @pytest.mark.parametrize(("every", "due"), [("5ba", [15, 20]), ("0.75ep", [14, 18, 23])])

@@ -46,9 +46,9 @@ from ktrainer.backends.pipeline.runtime.stage_checks import (
 from ktrainer.backends.pipeline.runtime.stage_runner import StageRunner
 from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
 from ktrainer.backends.pipeline.runtime.transport import WaitTime
-from ktrainer.backends.pipeline.stage.microbatches import leaves
 from ktrainer.config import PipelineConfig
 from ktrainer.data.batch_specs import spec_of
+from ktrainer.data.local_batch import count_rows
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced
@@ -180,7 +180,7 @@ class OwnStepProgram(StageProgram, CompiledProgram):
 
     def _choose(self, local_batch: LocalBatchLike) -> None:
         """Choose the trace for as many microbatches as a batch can have."""
-        self.variant = min(self.config.microbatches, len(leaves(local_batch.batch)[0]))
+        self.variant = min(self.config.microbatches, count_rows(local_batch.batch))
 
     def _make_variables(self, spec: Any, training: bool) -> None:
         kind = "train" if training else "test"

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from ktrainer.data.local_batch import bounds, require_examples
+from ktrainer.data.local_batch import bounds, count_rows, require_examples
 from ktrainer.errors import DataError
 from ktrainer.steps.program_interface import LocalBatchLike
 
@@ -104,7 +104,7 @@ def _rows(batch: Any) -> int:
                 f"a pipeline cannot cut {type(leaf).__name__} into microbatches; make it dense, "
                 "with tf.sparse.to_dense or `.to_tensor()`, in the input pipeline"
             )
-    return int(leaves(batch)[0].shape[0])
+    return count_rows(batch)
 
 
 def _sliceable(x: Any) -> Any:
