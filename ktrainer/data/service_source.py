@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ktrainer.config.data_service_file import TfDataServiceConfig, check_size
+from ktrainer.data.batch_source import Piece
 from ktrainer.data.dataset_shards import require_one_order, split_batches
 from ktrainer.data.dataset_shuffles import shuffles
 from ktrainer.data.dataset_source import DatasetSource
@@ -114,6 +115,9 @@ class ServiceSource(DatasetSource):
 
     def state(self) -> bytes | None:
         return None  # the position is the number of batches
+
+    def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
+        return self.open(epoch, skip)  # the state of a run without a service: the order is the same
 
     def _open_at_epoch(self, epoch: int, skip: int) -> None:
         if skip and not self._round_robin:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,11 @@ def test_every_epoch_and_every_resume_is_that_of_the_pipeline(one):
         for epoch in range(3):
             assert numbers(remote.open(epoch, 0)) == numbers(local.open(epoch, 0))
         assert "the tf.data service, " in str(remote.slow_stage())
-        assert numbers(remote.open(3, 3)) == numbers(local.open(3, 3))
+        pieces, rest = local.open(3, 0), numbers(remote.open(3, 3))
+        assert len(numbers(islice(pieces, 3))) == 3
+        state = local.state()  # of a run that had no service
+        assert state is not None
+        assert rest == numbers(remote.open_at(3, 3, state)) == numbers(pieces)
     with closing(source(one.path, with_empty_batches())) as remote:
         assert numbers(remote.open(0, 2)) == [[4], [5, 5]]
 
