@@ -98,7 +98,7 @@ class LossGuard(Callback):
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         if not self.every.due(self.progress):
             return
-        in_a_call, self._looked_at = step - self._looked_at, step
+        updates, self._looked_at = step - self._looked_at, step
         finite, loss, where = self._observe(logs)
         skipped, in_a_row = self._count_skipped()
         problem = self._problem(finite, loss, in_a_row)
@@ -110,13 +110,13 @@ class LossGuard(Callback):
             self._set_limit()
         elif not (in_a_row and finite) and self.stopped_at != step:
             action = self.on_spike if finite else self.nan
-            at = "at" if self._is_first_bad(in_a_call) else "by"
+            at = "at" if self._is_first_bad(updates) else "by"
             self._act(action, step, f"{problem} {at} step {step}{where}")
 
-    def _is_first_bad(self, in_a_call: int) -> bool:
-        """Return whether no step before was bad: of several in a call, only the last one's loss is
-        known, unless the call ends at the first that is bad."""
-        if in_a_call == 1:
+    def _is_first_bad(self, updates: int) -> bool:
+        """Return whether no step before was bad: of several since the last look, only the last
+        one's loss is known, unless a call ends at the first that is bad."""
+        if updates == 1:
             return True
         return self.stops_at_once and self.world.size == 1 and not self.world.heals
 
@@ -270,8 +270,7 @@ class LossGuard(Callback):
         }
 
     def _state_of_guard(self) -> dict[str, Any]:
-        """What the compiled step has kept: before the end of a step that ranks return to, also what
-        was not looked at yet."""
+        """The state of the update guard; `not_seen` are updates skipped since the last look."""
         if self.guard is None:
             return {"in_a_row": 0}
         loss = float(self.guard.loss.numpy())
@@ -284,6 +283,7 @@ class LossGuard(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.trainer is not None and self.train_state.rollback is not None:
             return  # what was seen since stays seen
+        self.stopped_at = None  # else the same step, when it ends again, would not stop training
         self.losses.clear()
         self.losses.extend(state.get("losses", []))
         self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)

@@ -363,7 +363,7 @@ class Checkpoint(Callback):
 
     def on_heal(self, progress: Progress) -> None:
         self.every.heal(progress)
-        self._validated = None
+        self._validated, self._saved = None, ()  # a rank that joins knows of no save
         if self._saver is not None:
             self._saver.ranks_changed()
 

@@ -284,8 +284,8 @@ class LoggingConfig:
     """Progress display and log files.
 
     Attributes:
-        every: how often metrics are averaged over ranks, shown and logged, such as "50ba", "1ep",
-            "10s".
+        every: how often metrics are averaged over ranks, shown and logged inside an epoch, such as
+            "50ba", "0.5ep", "10s". Those of the whole epoch always are, so "1ep" adds nothing.
         progress: rich: a live display. plain: lines. none: nothing. auto: rich on a terminal,
             else plain, as under mpirun.
         slow: share of the time from which on a wait for data, or a callback, is named as slow, once

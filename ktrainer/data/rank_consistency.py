@@ -61,12 +61,7 @@ def check_consistency(
     """
     if world.size == 1:
         return
-    facts = {
-        **_flatten("config", config or {}),
-        **_flatten("model", model_facts or {}),
-        **_flatten("data", data_facts or {}),
-        **_flatten("version", versions or {}),
-    }
+    facts = named_facts(config, model_facts, data_facts, versions)
     what = "compare config, model and data"
     digests = _exchange(world, _digest64(sorted(facts.items())), what)
     if (digests == digests[0]).all():
@@ -75,6 +70,42 @@ def check_consistency(
     names = sorted({name for other in everyone for name in other}, key=_order)
     different = [name for name in names if len({other.get(name) for other in everyone}) > 1]
     raise DivergenceError(_explain(different, everyone, world.ranks))
+
+
+def named_facts(
+    config: Mapping[str, Any] | None = None,
+    model_facts: Mapping[str, str] | None = None,
+    data_facts: Mapping[str, str] | None = None,
+    versions: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """What `check_consistency` compares, by name."""
+    return {
+        **_flatten("config", config or {}),
+        **_flatten("model", model_facts or {}),
+        **_flatten("data", data_facts or {}),
+        **_flatten("version", versions or {}),
+    }
+
+
+def require_same_facts(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Refuse to join ranks that train with other facts, of those that both know.
+
+    Args:
+        mine, theirs: from `named_facts`.
+
+    Raises:
+        DivergenceError: naming the first that differs.
+    """
+    names = sorted({name for name in mine if name in theirs}, key=_order)
+    different = [name for name in names if mine[name] != theirs[name]]
+    if different:
+        first = different[0]
+        more = f", and {len(different) - 1} more differ" if different[1:] else ""
+        raise DivergenceError(
+            f"this process cannot join ranks that train on something else: {first} is "
+            f"{mine[first]} here, but {theirs[first]} there{more}. Was the script, its "
+            "configuration or its data edited since they began?"
+        )
 
 
 def model_facts(model: keras.Model) -> dict[str, str]:

@@ -126,6 +126,12 @@ class ServiceSource(DatasetSource):
                 "leaves no record of which examples were read. Resume from a checkpoint at the end "
                 "of an epoch (checkpoint.every=1ep), or set data.service.round_robin=true"
             )
+        if skip and self.unseeded:
+            raise CheckpointError(
+                f"epoch {epoch + 1} cannot continue after batch {skip}: the pipeline shuffles "
+                "without a seed, and the tf.data service would draw another order. Resume from a "
+                "checkpoint at the end of an epoch, and give the shuffle a seed"
+            )
         self._close_reader()
         self._passes += 1
         first, step = self._share.consumer or (0, 1)

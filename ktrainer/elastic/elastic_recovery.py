@@ -21,6 +21,7 @@ from ktrainer.checkpoint.contents.callback_state import callback_states, load_ca
 from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
 from ktrainer.checkpoint.restore_run import fill_history
 from ktrainer.data.local_batch import LocalBatch, first_rows
+from ktrainer.data.rank_consistency import model_facts, named_facts, require_same_facts
 from ktrainer.distributed.elastic_members import Member
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.elastic.joining_policy import JoiningPolicy
@@ -37,6 +38,7 @@ from ktrainer.state.time_shares import HEALING
 from ktrainer.state.train_state import Healed
 from ktrainer.steps.named_variables import attribute_variables
 from ktrainer.steps.variable_broadcast import broadcast_variables
+from ktrainer.training.fit_settings import versions_that_compute
 from ktrainer.training.loop_state import LoopModel
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class ElasticRecovery:
         self._mine = np.array([-1.0, 0.0])
         self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
         self._joining_policy = JoiningPolicy(world, self._config.world)
+        self._facts = _facts_of(run)
 
     def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates to the end; as a joining rank, from where the others are. An update
@@ -142,6 +145,7 @@ class ElasticRecovery:
                 run_dir=None if self._config.trainer.fast_dev_run else str(context.run_dir),
                 shuffle_order=state.feed.shuffle_order,
                 lengths=self.run.feeds.lengths,
+                facts=self._facts,
             )
             counted = [_counted_epoch(progress), float(state.counted.examples)]
             self._mine = np.concatenate([counted, self._counts.row()])
@@ -227,6 +231,8 @@ class ElasticRecovery:
         point: RecoveryPoint = self.world.broadcast(self._point, donor, "the furthest point")
         if mine == furthest:
             point = replace(point, logs=self._point.logs)
+        if self.state.joining:
+            require_same_facts(self._facts, point.facts)
         self._backup.undo()
         self.state.program.abandon()
         self._backup.keep()  # a hand-over that fails is undone too
@@ -293,9 +299,9 @@ class ElasticRecovery:
         state.rollback = None  # callbacks that asked for it are called again
         load_callback_states(run.callbacks.callbacks, point.states, point.arrays, self.model)
         fill_history(getattr(self.model, "history", None), {"history": point.history})
-        # What a callback of this rank has asked for since then, no vote has heard of.
-        asked = self.model.stop_training and self._point.order == point.order
-        self.model.stop_training = point.stopped or bool(asked)
+        # What a callback of this rank has asked for since the last vote; not before it joined.
+        asked = bool(self.model.stop_training) and not (state.stopped or state.joining)
+        self.model.stop_training = point.stopped or asked
         state.stopped, state.out_of_time = point.stopped, point.out_of_time
         state.update_invalid = point.update_invalid
         progress = loop.resume_at(point.phase, point.logs, point.callbacks_up_to)
@@ -314,6 +320,17 @@ class ElasticRecovery:
             f"surviving ranks after step {self._point.order[0]}: {self.world.size}, fewer than "
             f"world.min_size={least}; {where}"
         ) from error
+
+
+def _facts_of(run: Run) -> dict[str, str]:
+    """What a rank that joins must have as the others had it when they began: the script, the
+    configuration or a file may have been edited since."""
+    model = {} if isinstance(run.model, LoopModel) else model_facts(run.model)
+    model.pop("compile optimizer", None)  # an earlier `fit` has changed rates, which are sent
+    # The order of the data is sent, too.
+    data = {n: fact for n, fact in run.state.data_facts.items() if not n.endswith("order")}
+    config = run.context.config.to_dict(redacted=True)
+    return named_facts(config, model, data, versions_that_compute())
 
 
 def _counted_epoch(progress: Progress) -> float:

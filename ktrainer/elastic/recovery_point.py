@@ -48,6 +48,7 @@ class RecoveryPoint:
         run_dir: the run's folder.
         shuffle_order: the order of the data.
         lengths: batches of one pass over each kind of data, as far as they are known.
+        facts: of configuration, model, data and versions, which those of a rank that joins equal.
     """
 
     phase: Phase = Phase.CALLBACKS_DONE
@@ -64,6 +65,7 @@ class RecoveryPoint:
     run_dir: str | None = None
     shuffle_order: ShuffleOrder | None = None
     lengths: list[int | None] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def order(self) -> tuple[int, int]:

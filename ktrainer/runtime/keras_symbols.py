@@ -47,7 +47,7 @@ keras.src.trainers.trainer
     Trainer()._loss_tracker
         pipeline: read; the metric that counts the loss
     Trainer()._initial_epoch
-        training: read; the epoch where BackupAndRestore continues
+        training: read, set; the epoch where BackupAndRestore continues
 keras.src.backend.tensorflow.trainer
     TensorFlowTrainer._aggregate_additional_loss(self, loss)
         steps: replaced; a vector given to `add_loss` is summed over all ranks
@@ -350,6 +350,9 @@ keras.src.callbacks.model_checkpoint
     ModelCheckpoint._get_file_path(self, epoch, batch, logs)
         checkpoint: called; rank 0 names the file
     ModelCheckpoint()._batches_seen_since_last_saving, _last_batch_seen
+        checkpoint: read and restored; the state of the callback
+keras.src.callbacks.orbax_checkpoint
+    OrbaxCheckpoint()._total_batches_seen
         checkpoint: read and restored; the state of the callback
 keras.src.callbacks.swap_ema_weights
     SwapEMAWeights._swap_variables(self)

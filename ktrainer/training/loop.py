@@ -171,12 +171,14 @@ class Loop:
     def begin(self) -> None:
         """Do everything before the first update."""
         state, first, start = self.state, self.triggers.initial_epoch, self.state.progress
-        self.model.stop_training = False
+        self.model.stop_training, self.model._initial_epoch = False, None
         skip_to_epoch(state, first)
         with logs_of_keras_kept(self.callbacks.callbacks):
             self.callbacks.on_train_begin()
+        asked = bool(self.model.stop_training)  # by a callback: heard of after the next update
         with state.times.of("checkpoint"):
             of_another_call = resume_run(self.context, state, self.callbacks)
+        self.model.stop_training = asked or bool(self.model.stop_training)
         resumed = state.progress is not start
         if not resumed:  # else a newer backup would skip epochs, with the older weights
             said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
@@ -190,6 +192,8 @@ class Loop:
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
         if self.triggers.max_seconds is not None:
             self._check_time_left()
+        if self._stop.is_final and progress.batch > 0:
+            self._end_due = True  # stopped inside an epoch, whose end is not in a checkpoint
         self._cut_logs(resumed)
         if of_another_call and self._stop.is_final and self.world.is_root:
             warnings.warn(
@@ -318,8 +322,6 @@ class Loop:
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
         logs = logs_so_far(state, self.world)
-        if self._due(self._log_every, epoch_end=True):
-            emit(self.callbacks.callbacks, "on_log", progress.step, dict(logs))
         if self._due(self._validate_every, epoch_end=True) and self.triggers.validates_after(epoch):
             logs |= self._validation.run(keep=cut)
         else:
@@ -428,7 +430,8 @@ class Loop:
             if self.program.counts_metrics:
                 counted.examples += sum(batch.examples for batch in batches)
                 counted.last = batches[-1].examples
-        counted.logs, self.world.step = logs, progress.step
+        counted.logs = logs
+        self.world.step = progress.step  # for messages of what follows a call of several updates
         progress.elapsed = time.monotonic() - self._started
 
     def _after_update(self, logs: Any) -> bool:
@@ -469,7 +472,7 @@ class Loop:
 
     def _max_updates(self) -> int | None:
         """The most updates in one call for which callbacks, validation and logs can wait."""
-        if self.model.stop_training and self.world.size == 1:  # asked for as the epoch began
+        if self.model.stop_training and self.world.size == 1:  # asked for before the first one
             return 1
         regular = (self._validate_every, self._log_every)
         limits = [every.updates_until_due(self.state.progress) for every in regular]

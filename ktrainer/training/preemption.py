@@ -119,8 +119,8 @@ class SignalHandlers:
         flags: tuple[bool, ...],
         what: str,
     ) -> tuple[tuple[bool, ...], PreemptionRequested | None]:
-        """Whether each of `flags` is true on any rank, and whether any was asked to end. One
-        message.
+        """Whether each of `flags` is true on any rank; and the request to end, if any rank has one.
+        One message.
 
         Args:
             vote: the maximum over ranks of each of some int32 numbers.

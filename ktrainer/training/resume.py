@@ -64,13 +64,14 @@ def resume_run(
     )
     if progress is None:
         return None
-    state.progress, state.stopped = progress, bool(state.model.stop_training)
+    state.progress = progress
+    state.stopped = world.any(bool(state.model.stop_training), "stopped before")
     if state.validation is not None:
         state.validation.replay_passes(progress.validations)
     if state.stopped and world.is_root:
         warnings.warn(
-            "training had been stopped when the checkpoint was made, so there is nothing to "
-            "do; checkpoint.resume=never starts afresh",
+            "training had been stopped when the checkpoint was made, so no update is made; "
+            "checkpoint.resume=never starts afresh",
             stacklevel=3,
         )
     return other

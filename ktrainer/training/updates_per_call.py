@@ -115,13 +115,13 @@ class UpdatesPerCall:
         self._updates += made
         return updates[:made]
 
+    def rewind(self) -> None:
+        """Drop the last call's deferred error and unused batches: after a heal they come again."""
+        self._error, self._unused_updates = None, 0
+
     @property
     def _fixed_size(self) -> int:
         return self._setting if isinstance(self._setting, int) else 1
-
-    def rewind(self) -> None:
-        """Forget what the last call has left, as its batches come again."""
-        self._error, self._unused_updates = None, 0
 
     def _next(self, batches: Iterator[LocalBatch], defer_errors: bool) -> list[LocalBatch]:
         """The local batches of one update; none at the end of the data.

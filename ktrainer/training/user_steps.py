@@ -189,7 +189,10 @@ class Steps:
             self._begun = True
             return next(running)
         error = self._user_loop.take_error()
-        return running.send(logs) if error is None else running.throw(error)
+        if error is None:
+            return running.send(logs)
+        self._of_epoch = {}  # with those of a step that does not count
+        return running.throw(error)
 
     def _take_logs(self) -> dict[str, Any]:
         """The newest numbers of the epoch, those of this step among them."""

@@ -69,6 +69,22 @@ def test_a_call_of_several_updates_on_a_rank_that_is_left_alone(heals: bool, whe
         guard.on_step_end(4, {"loss": math.nan})
 
 
+def test_the_end_of_a_step_that_comes_again_stops_again() -> None:
+    """As where a rank was lost at the step at which all of them stop."""
+    guard = LossGuard()
+    guard.set_model(small_model())
+    guard.on_train_begin()
+    state = guard.state_dict()
+    for _ in range(2):
+        guard.load_state_dict(state)
+        guard.progress.step = 3
+        guard.on_restore(guard.progress)
+        guard.model.stop_training, guard.progress.step = False, 4
+        with pytest.warns(UserWarning, match="not finite at step 4"):
+            guard.on_step_end(4, {"loss": math.nan})
+        assert guard.model.stop_training
+
+
 def test_the_loss_can_be_looked_at_less_often() -> None:
     stop = LossGuard(every=5)
     with pytest.warns(UserWarning, match="not finite by step 5"):

@@ -335,6 +335,15 @@ def test_no_resume_in_mid_epoch_of_first_come_first_served(one):
             list(feed.read(0, skip=2))
 
 
+def test_no_resume_in_mid_epoch_of_a_shuffle_without_a_seed(one):
+    tf.random.set_seed(None)  # type: ignore[arg-type]
+    unseeded = tf.data.Dataset.range(40).shuffle(40).batch(8)
+    with closing(source(one.path, unseeded)) as remote:
+        assert sorted(chain(*numbers(remote.open(0, 0)))) == list(range(40))
+        with pytest.raises(CheckpointError, match="shuffles without a seed"):
+            next(remote.open(0, 2))
+
+
 def test_files_of_others_are_not_overwritten(one, tmp_path):
     def listed(path: Path) -> Path:
         return listed_path(argparse.Namespace(config=str(path), dispatchers=1))

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer.data import ShuffleOrder
+from ktrainer.data.batch_source import unlabelled
 from ktrainer.data.pydataset_source import PyDatasetSource
 from ktrainer.errors import CheckpointError, ConfigError, DataError
 from tests.data.feeds import Place, Recorder, feed, flat, numbered, rows
@@ -459,6 +460,11 @@ def _no_weights_at_last() -> Iterator[Any]:
 def test_errors_say_what_is_wrong(data: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         list(feed(data).epoch(0))
+
+
+def test_the_state_of_other_data_is_no_text() -> None:
+    with pytest.raises(CheckpointError, match="keeps the order of other data, or of an older"):
+        unlabelled("a PyDataset", b"\x00\x01\x02\n", 0, 3)
 
 
 def test_only_tfdata_can_be_sharded() -> None:

@@ -47,6 +47,8 @@ def data(name: str) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(0)
     x = random.normal(size=(200, 6))
     y = (x @ random.normal(size=(6, 3))).argmax(-1)
+    if "CHANGES" in os.environ and "KTRAINER_STABLE_RANK" in os.environ:
+        x[7] += 1  # a file that somebody has edited meanwhile
     return (random.integers(0, 30, (200, 5)), y) if name == "words" else (x, y)
 
 
@@ -179,13 +181,14 @@ def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, 
         given = {"x": lambda: iter(batches), "steps_per_epoch": 5}
     with Trainer(overrides=words, callbacks=[*lowering(), *callbacks]) as trainer:
         model = functools.partial(build, name)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*the update was skipped")
+        with warnings.catch_warnings(record=True) as skipped:
+            warnings.filterwarnings("always", ".*the update was skipped")
             history = trainer.fit(model, **given, validation_data=(x[:40], y[:40])).history
         weights = [np.asarray(v.numpy()) for v in trainer.model.weights]
         slots = [np.asarray(v.numpy()) for v in trainer.model.optimizer.variables]
         counts = [np.asarray(v.numpy()) for _, v in attribute_variables(trainer.model)]
-    return {"history": history, "weights": weights + slots + counts}, trainer
+    found = {"history": history, "weights": weights + slots + counts, "skipped": len(skipped)}
+    return found, trainer
 
 
 def main() -> None:

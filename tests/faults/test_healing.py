@@ -303,6 +303,7 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     facts, weights = result(tmp_path, 0)
     same_weights(weights, expected["weights"])
     same_logs(facts["history"], expected["history"])
+    assert expected["skipped"] > 20  # as spikes
     assert facts["stable_rank"] > 1  # a rank that joined is the first at the end
     assert not facts["listens everywhere"]  # row 27: neither does any of those who are left
     assert "a rank joined; 2 ranks continue" in ended.stderr
@@ -320,6 +321,17 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
     assert {name for name, *_ in sizes} >= {"0", "1", "2"}
     assert len({(first, other) for _, first, other in sizes}) == 1  # whatever a rank measured
     assert sizes[0][1] == "1.0"
+
+
+@pytest.mark.exhaustive
+def test_a_rank_with_other_data_cannot_join(tmp_path: Path) -> None:
+    """Its gradients would be of other examples, with weights that are equal on all ranks."""
+    words = ("--replace", "-n", "2", str(SCRIPT), str(tmp_path), "falling,1:5:after,0:99:joined")
+    ended = launch(tmp_path, *words, settings="trainer.epochs=2", CHANGES="1")
+    assert ended.returncode == 0, ended.stderr
+    assert "train on something else: data training/x is " in ended.stderr
+    facts, _ = result(tmp_path, 0)
+    assert facts["healed"][0][:3] == [5, [1], 1]
 
 
 @pytest.mark.exhaustive

@@ -182,8 +182,9 @@ def test_row_20_an_infinite_loss_is_no_spike(tmp_path: Path) -> None:
     assert (found.step, found.steps) == (5, [1, 2, 3, 4])
     assert "the loss is not finite at step 5: the update was skipped" in found.said[0]
     assert "the loss is not finite at step 5. Training stops" in found.said[1]
-    found = train(tmp_path / "spike", words, {5: 1000.0})
-    assert (found.step, len(found.said)) == (16, 2)
+    for name, bad in (("spike", 1000.0), ("ignored", 1e25)):
+        found = train(tmp_path / name, (*words, "health.nan=ignore"), {5: bad})
+        assert (found.step, len(found.said)) == (16, 2), name
 
 
 def test_row_20_a_spike_stops(tmp_path: Path) -> None:

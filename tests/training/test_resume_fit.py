@@ -369,6 +369,31 @@ def test_a_checkpoint_after_a_stop_that_was_called_off_is_of_its_own_moment(tmp_
     assert run("parts") == run("whole")
 
 
+def test_the_end_of_an_epoch_that_a_stop_has_cut_is_not_lost(tmp_path: Path) -> None:
+    """As where a process is killed after the checkpoint of the last update."""
+
+    def run(name: str, **limits: Any) -> Any:
+        words = settings(tmp_path / name, trainer__accumulate=1, checkpoint__keep=99, **limits)
+        return train(words, lambda: [CallsOff(), *plateau()], plain_rate)
+
+    whole = run("whole")
+    saved = Store(tmp_path / "whole" / "checkpoints").entries()
+    (stopped,) = [entry.path for entry in saved if entry.step == 13]
+    with pytest.warns(UserWarning, match="training had been stopped"):
+        assert run("parts", checkpoint__resume=stopped) == whole
+
+
+class StopsAtBegin(keras.callbacks.Callback):
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.model.stop_training = True
+
+
+def test_a_stop_as_training_begins_comes_after_one_update_of_a_resume(tmp_path: Path) -> None:
+    words = settings(tmp_path / "run", trainer__accumulate=1)
+    train([*words, "trainer.max_steps=14"])
+    assert train([*words, "trainer.max_time=1h"], lambda: [StopsAtBegin()])[2] == 15
+
+
 def test_a_run_that_was_out_of_time_resumes_with_more(tmp_path: Path) -> None:
     words = settings(tmp_path / "run", trainer__accumulate=1)
     _, _, step = train([*words, "trainer.max_time=0.01s"])

@@ -14,16 +14,18 @@ import numpy as np
 from ktrainer.callbacks.csv_log import LOG_END, log_end
 from ktrainer.steps.variable_placement import placement_of
 
+_SEEN = ("_batches_seen_since_last_saving", "_last_batch_seen")
 # Attributes of Keras' callbacks that change during training and affect it.
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
-    keras.callbacks.ModelCheckpoint: (
-        "best",
-        "_batches_seen_since_last_saving",
-        "_last_batch_seen",
-    ),
+    keras.callbacks.ModelCheckpoint: ("best", *_SEEN),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    **(
+        {keras.callbacks.OrbaxCheckpoint: ("best", *_SEEN, "_total_batches_seen")}
+        if hasattr(keras.callbacks, "OrbaxCheckpoint")
+        else {}
+    ),
     keras.callbacks.CSVLogger: (LOG_END,),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
 }
@@ -95,11 +97,12 @@ def load_callback_states(
         if callback is None:
             continue
         _load(callback, saved)
-        for attribute, count in saved["weights"].items():
-            if attribute in _listed(callback, _WEIGHTS):
-                names = [_array_name(i, attribute, k) for k in range(count)]
-                values = [np.array(arrays[n]) if n in here else None for n in names]
-                setattr(callback, attribute, values)
+        for attribute in _listed(callback, _WEIGHTS):
+            names = [
+                _array_name(i, attribute, k) for k in range(saved["weights"].get(attribute, 0))
+            ]
+            values = [np.array(arrays[n]) if n in here else None for n in names]
+            setattr(callback, attribute, values or None)
 
 
 def _array_name(place: int, attribute: str, k: int) -> str:
