@@ -152,16 +152,19 @@ def logs_of_keras_kept(callbacks: Iterable[Any]) -> Iterator[None]:
 
 
 def cut_logs_of_keras(callbacks: Iterable[Any], resumed: bool) -> None:
-    """Cut the files of Keras' CSVLogger, which are open: where training has resumed, to what they
-    were at the checkpoint, if it says; else to nothing, unless they append."""
+    """Cut the files of Keras' CSVLogger, which are open: where training has resumed, or returned to
+    a commit, to what they were there, if it says; else to nothing, unless they append."""
     for logger in callbacks:
         if not isinstance(logger, keras.callbacks.CSVLogger) or logger.csv_file is None:
             continue
         path, size = log_end(logger) or (None, 0)
-        match getattr(logger, LOG_END) if resumed else [path, size if logger.append else 0]:
+        end = getattr(logger, LOG_END, None) if resumed else [path, size if logger.append else 0]
+        match end:
             case [str(known), int(length)] if known == path and 0 <= length <= size:
-                os.truncate(known, length)  # it is open to append, so it continues there
-                logger.append_header = length == 0
+                os.truncate(known, length)
+                if not logger.csv_file.closed:  # open to append where training has resumed only
+                    logger.csv_file.seek(length)
+                logger.writer, logger.append_header = None, length == 0
 
 
 def log_end(logger: keras.callbacks.CSVLogger) -> list[Any] | None:

@@ -76,11 +76,13 @@ class PyDatasetSource(PythonSource):
 
     def state(self) -> bytes | None:
         drawn = None if self._order is None else self._order.drawn
-        if drawn is None:  # the order is a function of the seed
-            return None
-        version, words, gauss = drawn[1]
-        assert version == _VERSION
-        return labelled(_LABEL, _RANDOM.pack(*words, gauss is not None, gauss or 0.0))
+        return None if drawn is None else _packed(drawn[1])  # None: a function of the seed
+
+    def state_between(self) -> bytes | None:
+        drawn = None if self._order is None else self._order.drawn
+        return (
+            None if drawn is None else _packed(random.getstate())
+        )  # the next order is drawn of it
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         label = _LABEL if self._order is not None and self._order.keras else "a PyDataset"
@@ -169,6 +171,12 @@ class PyDatasetSource(PythonSource):
             self._epochs_begun += 1
         self._epochs_begun += 1
         self.dataset.on_epoch_begin()
+
+
+def _packed(state: Any) -> bytes:
+    version, words, gauss = state
+    assert version == _VERSION
+    return labelled(_LABEL, _RANDOM.pack(*words, gauss is not None, gauss or 0.0))
 
 
 def ordered_items(dataset: keras.utils.PyDataset, indices: Iterator[int]) -> Iterator[Any]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ktrainer.config import Config
 
 _BATCHES = "batches in an epoch"  # of a whole pass; compared where both are known
+_EXHAUSTED = "exhausted"  # whether all of an iterator was read; not compared
 
 
 def data_fingerprint(feed: Feed, config: Config) -> dict[str, Any]:
@@ -29,6 +30,8 @@ def data_fingerprint(feed: Feed, config: Config) -> dict[str, Any]:
         facts["initial_epoch"] = feed.first_epoch
     if feed.source_batches is not None:
         facts[_BATCHES] = feed.source_batches
+    if feed.exhausted:
+        facts[_EXHAUSTED] = True
     if feed.shuffle_order is not None:
         facts |= {"seed": feed.shuffle_order.seed, "order of Model.fit": feed.shuffle_order.keras}
     if isinstance(feed, IndexedFeed):
@@ -61,6 +64,8 @@ def restore_position(feed: Feed, config: Config, state: Mapping[str, Any]) -> No
     if feed.source_batches is None and isinstance(saved.get(_BATCHES), int):
         feed.source_batches = saved[_BATCHES]  # which may have been learned by reading all of it
     now, epoch, batch = data_fingerprint(feed, config), progress["epoch"], progress["batch"]
+    if not batch and _is_one_pass(feed):  # a new iterator would be trained on from its beginning
+        feed.exhausted = bool(saved.get(_EXHAUSTED))
     changed = _changes(saved, now, inside_epoch=batch > 0)
     if not changed:
         return
@@ -79,7 +84,8 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], inside_epoch: boo
     return [
         f"{name}: {saved.get(name, 'not used')} then, {now.get(name, 'not used')} now"
         for name in dict.fromkeys([*saved, *now])
-        if saved.get(name) != now.get(name)
+        if name != _EXHAUSTED
+        and saved.get(name) != now.get(name)
         and not (name == _BATCHES and None in (saved.get(name), now.get(name)))
         and (inside_epoch or name != "trainer.accumulate")  # an epoch's end is between updates
     ]

@@ -17,6 +17,7 @@ import numpy as np
 
 from ktrainer.callbacks import Checkpoint
 from ktrainer.callbacks.base import emit, overrides
+from ktrainer.callbacks.csv_log import cut_logs_of_keras
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
 from ktrainer.checkpoint.restore_run import fill_history
@@ -298,6 +299,7 @@ class ElasticRecovery:
         run.ranks_changed(point.run_dir, point.shuffle_order, point.lengths)
         state.rollback = None  # callbacks that asked for it are called again
         load_callback_states(run.callbacks.callbacks, point.states, point.arrays, self.model)
+        cut_logs_of_keras(run.callbacks.callbacks, resumed=True)  # rows since come again
         fill_history(getattr(self.model, "history", None), {"history": point.history})
         # What a callback of this rank has asked for since the last vote; not before it joined.
         asked = bool(self.model.stop_training) and not (state.stopped or state.joining)

@@ -127,6 +127,19 @@ def test_an_order_drawn_inside_an_epoch_is_kept_where_random_was_used(from_what:
     assert rows(again.epoch(2)) != expected
 
 
+def test_the_next_order_is_drawn_where_random_was_used() -> None:
+    """After a resume at an epoch's end, as after the batches of that epoch."""
+    made = feed(Augmented(), order=ShuffleOrder(3, keras=True))
+    rows(made.epoch(0))
+    state = made.state(inside_epoch=False)
+    expected = rows(made.epoch(1)), rows(made.epoch(2))
+    keras.utils.set_random_seed(5)
+    resumed = feed(Augmented(), order=ShuffleOrder(3, keras=True))
+    assert state is not None
+    resumed.resume_from(state)
+    assert (rows(resumed.epoch(1)), rows(resumed.epoch(2))) == expected
+
+
 def test_a_signal_before_the_first_update_or_within_one() -> None:
     """Batches of it may have been taken."""
 

@@ -174,6 +174,9 @@ def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, 
         *SETTINGS[name],
         *words,
     ]
+    if name == "falling":
+        folder = dict(word.split("=", 1) for word in words)["run.dir"]
+        callbacks = [*callbacks, keras.callbacks.CSVLogger(f"{folder}/keras.csv")]
     x, y = data(name)
     given: dict[str, Any] = {"x": (x, y)}
     if name == "longer":  # of unknown length, and read in passes that epochs cut

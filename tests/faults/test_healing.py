@@ -324,6 +324,16 @@ def test_joining_ranks_replace_lost_ranks(tmp_path, one_process) -> None:
 
 
 @pytest.mark.exhaustive
+def test_keras_writes_the_row_of_an_epoch_once(tmp_path: Path) -> None:
+    """Its end comes again where a rank was lost in it."""
+    words = ("--heal", "-n", "2", str(SCRIPT), str(tmp_path), "falling,1:8:epoch")
+    ended = launch(tmp_path, *words)
+    assert "1 rank continues after step 8" in ended.stderr
+    lines = (tmp_path / "run-0" / "keras.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ["epoch", "0", "1", "2", "3"]
+
+
+@pytest.mark.exhaustive
 def test_a_rank_with_other_data_cannot_join(tmp_path: Path) -> None:
     """Its gradients would be of other examples, with weights that are equal on all ranks."""
     words = ("--replace", "-n", "2", str(SCRIPT), str(tmp_path), "falling,1:5:after,0:99:joined")

@@ -369,6 +369,23 @@ def test_a_checkpoint_after_a_stop_that_was_called_off_is_of_its_own_moment(tmp_
     assert run("parts") == run("whole")
 
 
+def test_an_iterator_that_has_run_out_is_not_read_again(tmp_path: Path) -> None:
+    """A restarted script makes it anew."""
+
+    def run() -> tuple[int, dict[str, list[float]]]:
+        x, y = data()
+        batches = ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH))
+        words = settings(tmp_path, trainer__accumulate=1)
+        keras.utils.clear_session()
+        with Trainer(overrides=words) as trainer:
+            history = trainer.fit(plain_rate, batches).history
+            return trainer.progress.step, history
+
+    first = run()
+    assert first[0] == -(-len(data()[0]) // BATCH)
+    assert run() == first
+
+
 def test_the_end_of_an_epoch_that_a_stop_has_cut_is_not_lost(tmp_path: Path) -> None:
     """As where a process is killed after the checkpoint of the last update."""
 
