@@ -93,6 +93,8 @@ class LossGuard(Callback):
         self._mark()
 
     def on_restore(self, progress: Progress) -> None:
+        if self.stopped_at is not None and self.stopped_at > progress.step:
+            self.stopped_at = None  # that step ends again
         self._start(progress)
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -283,7 +285,6 @@ class LossGuard(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.trainer is not None and self.train_state.rollback is not None:
             return  # what was seen since stays seen
-        self.stopped_at = None  # else the same step, when it ends again, would not stop training
         self.losses.clear()
         self.losses.extend(state.get("losses", []))
         self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)

@@ -88,30 +88,34 @@ def named_facts(
 
 
 def require_same_facts(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Refuse to join ranks that train with other facts, of those that both know.
+    """Raise an error if facts of a rank that joins are not those of the others.
 
     Args:
-        mine, theirs: from `named_facts`.
+        mine, theirs: from `named_facts`. A rank that began alone knows less of its data.
 
     Raises:
         DivergenceError: naming the first that differs.
     """
-    names = sorted({name for name in mine if name in theirs}, key=_order)
-    different = [name for name in names if mine[name] != theirs[name]]
+    names = sorted({*mine, *theirs}, key=_order)
+    known = [n for n in names if not n.startswith("data ") or (n in mine and n in theirs)]
+    different = [name for name in known if mine.get(name) != theirs.get(name)]
     if different:
         first = different[0]
         more = f", and {len(different) - 1} more differ" if different[1:] else ""
         raise DivergenceError(
             f"this process cannot join ranks that train on something else: {first} is "
-            f"{mine[first]} here, but {theirs[first]} there{more}. Was the script, its "
+            f"{mine.get(first)} here, but {theirs.get(first)} there{more}. Was the script, its "
             "configuration or its data edited since they began?"
         )
 
 
-def model_facts(model: keras.Model) -> dict[str, str]:
+def model_facts(model: keras.Model, rates: bool = True) -> dict[str, str]:
     """Properties that must be equal for two ranks to train the same model.
 
     Layer and variable names are compared without the numbers that make them unique.
+
+    Args:
+        rates: learning rates among them; they may depend on the number of ranks.
     """
     facts = {"class": type(model).__name__}
     for i, layer in enumerate(_layers(model)):
@@ -125,7 +129,9 @@ def model_facts(model: keras.Model) -> dict[str, str]:
         facts[f"compile {name}"] = _dump(value)[:200]
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
-        facts["compile optimizer"] = f"{type(optimizer).__name__} {_text(optimizer.get_config)}"
+        config = _config_of(optimizer.get_config)
+        config = config if rates else _without_rates(config)
+        facts["compile optimizer"] = f"{type(optimizer).__name__} {_dump(config)}"
     return facts
 
 
@@ -243,6 +249,13 @@ def _groups(values: list[str], members: Sequence[int]) -> str:
 def _layers(model: Any) -> list[Any]:
     flatten = getattr(model, "_flatten_layers", None)
     return list(flatten(include_self=False)) if flatten is not None else list(model.layers)
+
+
+def _without_rates(config: Any) -> Any:
+    if isinstance(config, dict):  # of an optimizer, maybe with an inner one
+        items = config.items()
+        return {name: _without_rates(v) for name, v in items if name != "learning_rate"}
+    return config
 
 
 def _config_of(get: Callable[[], Any]) -> Any:

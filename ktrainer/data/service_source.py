@@ -74,7 +74,6 @@ class ServiceSource(DatasetSource):
         if not round_robin and sliced and world.replicas > 1:
             dataset, sliced = split_batches(dataset, world.replicas), False
         self._round_robin, self._deadline, self._service = round_robin, deadline, service
-        self.reorders = round_robin  # else no batch may be skipped, not even of a peeked epoch
         super().__init__(
             dataset,
             world=world,
@@ -84,6 +83,8 @@ class ServiceSource(DatasetSource):
             device=device,
         )
         self.shuffles = False  # not here
+        # Else no batch may be skipped, not even of a peeked epoch.
+        self.reorders = round_robin and not self.unseeded
         require_sendable(self._dataset)
         self._share = _share(service, world, round_robin)
         self._turns = self._share.consumer is not None
@@ -128,9 +129,9 @@ class ServiceSource(DatasetSource):
             )
         if skip and self.unseeded:
             raise CheckpointError(
-                f"epoch {epoch + 1} cannot continue after batch {skip}: the pipeline shuffles "
-                "without a seed, and the tf.data service would draw another order. Resume from a "
-                "checkpoint at the end of an epoch, and give the shuffle a seed"
+                f"epoch {epoch + 1} of the data cannot continue after batch {skip}: its pipeline "
+                "shuffles without a seed, so the tf.data service draws another order. Give the "
+                "shuffle a seed, and resume from a checkpoint at the end of an epoch"
             )
         self._close_reader()
         self._passes += 1

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ktrainer.training.run import Run
 
 _WARM_UP_ROWS = 8
+_ORDERS = ("training/order", "validation/order")  # names of facts
 _EPOCH, _EXAMPLES, _COUNTS = 0, 1, 2  # columns of a rank's row; all that follow are counts
 _BEFORE_UPDATES = {"on_epoch_begin", "on_step_begin", "on_train_batch_begin", "on_batch_begin"}
 
@@ -327,11 +328,11 @@ class ElasticRecovery:
 def _facts_of(run: Run) -> dict[str, str]:
     """What a rank that joins must have as the others had it when they began: the script, the
     configuration or a file may have been edited since."""
-    model = {} if isinstance(run.model, LoopModel) else model_facts(run.model)
-    model.pop("compile optimizer", None)  # an earlier `fit` has changed rates, which are sent
-    # The order of the data is sent, too.
-    data = {n: fact for n, fact in run.state.data_facts.items() if not n.endswith("order")}
-    config = run.context.config.to_dict(redacted=True)
+    model = {} if isinstance(run.model, LoopModel) else model_facts(run.model, rates=False)
+    config = run.call.facts()
+    config["run"] = {name: value for name, value in config["run"].items() if name != "dir"}
+    # As the run's folder, the order of the data is sent.
+    data = {n: fact for n, fact in run.state.data_facts.items() if n not in _ORDERS}
     return named_facts(config, model, data, versions_that_compute())
 
 

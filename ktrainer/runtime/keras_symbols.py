@@ -352,7 +352,7 @@ keras.src.callbacks.model_checkpoint
     ModelCheckpoint()._batches_seen_since_last_saving, _last_batch_seen
         checkpoint: read and restored; the state of the callback
 keras.src.callbacks.orbax_checkpoint
-    OrbaxCheckpoint()._total_batches_seen
+    OrbaxCheckpoint()._batches_seen_since_last_saving, _last_batch_seen, _total_batches_seen
         checkpoint: read and restored; the state of the callback
 keras.src.callbacks.swap_ema_weights
     SwapEMAWeights._swap_variables(self)

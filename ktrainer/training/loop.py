@@ -192,8 +192,9 @@ class Loop:
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
         if self.triggers.max_seconds is not None:
             self._check_time_left()
-        if self._stop.is_final and progress.batch > 0:
-            self._end_due = True  # stopped inside an epoch, whose end is not in a checkpoint
+        if (state.stopped or state.out_of_time) and progress.batch > 0:
+            # A stop has cut this epoch, and its end is not in the checkpoint.
+            self._end_due = self._end_due or progress.epoch < self.triggers.epochs
         self._cut_logs(resumed)
         if of_another_call and self._stop.is_final and self.world.is_root:
             warnings.warn(
@@ -221,7 +222,7 @@ class Loop:
         if self.state.out_of_time and self.world.is_root:
             warnings.warn(
                 f"training had taken {self.state.progress.elapsed:.0f} s when the checkpoint was "
-                "made, which is all of trainer.max_time, so there is nothing to do",
+                "made, which is all of trainer.max_time, so no update is made",
                 stacklevel=4,
             )
 

@@ -199,11 +199,11 @@ class Steps:
         if self._begun and self.batch == 0:
             self._of_epoch = {}
         elif not self._of_epoch:  # resumed inside an epoch
-            self._of_epoch = dict(self._state.counted.logs or {})
+            self._of_epoch = _without_bad(self._state.counted.logs or {})
         new, self._logs = self._logs, {}
         logs = {**self._of_epoch, **new}
         # A loss that was not finite counts once: a rollback may follow.
-        self._of_epoch = {name: value for name, value in logs.items() if not _is_bad(value)}
+        self._of_epoch = _without_bad(logs)
         return logs
 
     def close(self) -> None:
@@ -226,6 +226,11 @@ class Steps:
     def __del__(self) -> None:
         if hasattr(self, "_over"):
             self.close()
+
+
+def _without_bad(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The logs that are not NaN or infinite."""
+    return {name: value for name, value in logs.items() if not _is_bad(value)}
 
 
 def _is_bad(value: Any) -> bool:

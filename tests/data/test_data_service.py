@@ -341,7 +341,13 @@ def test_no_resume_in_mid_epoch_of_a_shuffle_without_a_seed(one):
     with closing(source(one.path, unseeded)) as remote:
         assert sorted(chain(*numbers(remote.open(0, 0)))) == list(range(40))
         with pytest.raises(CheckpointError, match="shuffles without a seed"):
-            next(remote.open(0, 2))
+            next(remote.open(1, 2))
+    config = DataConfig(service=DataServiceConfig(str(one.path)))
+    feed = make_feed(unseeded, world=SingleWorld(), config=config, training=True)
+    with closing(feed):
+        feed.peek(1)  # as `fit` does
+        with pytest.raises(CheckpointError, match="shuffles without a seed"):
+            list(feed.read(0, skip=2))
 
 
 def test_files_of_others_are_not_overwritten(one, tmp_path):

@@ -156,6 +156,29 @@ def test_model_facts_of_what_cannot_be_serialised() -> None:
     assert rank_consistency.model_facts(_Private(object()))["class"] == "_Private"
 
 
+def test_rates_can_be_left_out() -> None:
+    def facts(**words: float) -> dict[str, str]:
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        inner = keras.optimizers.SGD(**words)
+        model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
+        return rank_consistency.model_facts(model, rates=False)
+
+    assert facts(learning_rate=0.1) == facts(learning_rate=0.2)
+    assert facts(learning_rate=0.1) != facts(learning_rate=0.1, momentum=0.5)
+
+
+def test_a_rank_that_joins_knows_less_of_its_data() -> None:
+    theirs = rank_consistency.named_facts({"a": 1}, {"layer 0": "Dense"}, {"x": "5", "y": "6"})
+    mine = {name: fact for name, fact in theirs.items() if name != "data y"}
+    rank_consistency.require_same_facts(mine, theirs)
+    rank_consistency.require_same_facts(theirs, mine)
+    for name in mine:
+        with pytest.raises(DivergenceError, match=f"something else: {name} is 7 here"):
+            rank_consistency.require_same_facts(mine | {name: "7"}, theirs)
+    with pytest.raises(DivergenceError, match="model layer 1 is Softmax here, but None there"):
+        rank_consistency.require_same_facts(mine | {"model layer 1": "Softmax"}, theirs)
+
+
 def test_data_facts_are_prefixed() -> None:
     facts = rank_consistency.data_facts(feed(numbered(8)), "validation")
     assert {"validation/x", "validation/length"} <= set(facts)

@@ -184,12 +184,16 @@ def train(name: str, words: list[str], callbacks: list[Any]) -> tuple[dict[str, 
         given = {"x": lambda: iter(batches), "steps_per_epoch": 5}
     with Trainer(overrides=words, callbacks=[*lowering(), *callbacks]) as trainer:
         model = functools.partial(build, name)
-        with warnings.catch_warnings(record=True) as skipped:
+        with warnings.catch_warnings(record=True) as said:
             warnings.filterwarnings("always", ".*the update was skipped")
             history = trainer.fit(model, **given, validation_data=(x[:40], y[:40])).history
         weights = [np.asarray(v.numpy()) for v in trainer.model.weights]
         slots = [np.asarray(v.numpy()) for v in trainer.model.optimizer.variables]
         counts = [np.asarray(v.numpy()) for _, v in attribute_variables(trainer.model)]
+    skipped = [each for each in said if "the update was skipped" in str(each.message)]
+    for each in said:
+        if each not in skipped:
+            warnings.warn(each.message, each.category, stacklevel=2)
     found = {"history": history, "weights": weights + slots + counts, "skipped": len(skipped)}
     return found, trainer
 

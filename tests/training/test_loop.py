@@ -166,6 +166,8 @@ def test_validation_inside_an_epoch_leaves_its_metrics_alone() -> None:
 def test_logging_every() -> None:
     seen, _, _ = watch(trainer__epochs=2, logging__every="5ba")
     assert seen.logged == [5, 10]
+    seen, _, _ = watch(trainer__epochs=2, logging__every="1ep")
+    assert seen.logged == []
 
 
 @pytest.mark.parametrize(("every", "due"), [("5ba", [15, 20]), ("0.75ep", [14, 18, 23])])

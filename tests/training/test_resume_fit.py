@@ -423,7 +423,7 @@ def test_a_run_that_was_out_of_time_resumes_with_more(tmp_path: Path) -> None:
 def test_time_that_is_used_up_stays_used_up(tmp_path: Path) -> None:
     words = settings(tmp_path / "run", trainer__accumulate=1)
     _, _, step = train([*words, "trainer.max_time=0.01s"])
-    with pytest.warns(UserWarning, match="max_time, so there is nothing to do"):
+    with pytest.warns(UserWarning, match="max_time, so no update is made"):
         assert train([*words, "trainer.max_time=0.01s"])[2] == step
 
 

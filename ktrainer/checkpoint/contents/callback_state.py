@@ -21,11 +21,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
     keras.callbacks.ModelCheckpoint: ("best", *_SEEN),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
-    **(
-        {keras.callbacks.OrbaxCheckpoint: ("best", *_SEEN, "_total_batches_seen")}
-        if hasattr(keras.callbacks, "OrbaxCheckpoint")
-        else {}
-    ),
+    keras.callbacks.OrbaxCheckpoint: ("best", *_SEEN, "_total_batches_seen"),
     keras.callbacks.CSVLogger: (LOG_END,),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
 }
@@ -102,7 +98,8 @@ def load_callback_states(
                 _array_name(i, attribute, k) for k in range(saved["weights"].get(attribute, 0))
             ]
             values = [np.array(arrays[n]) if n in here else None for n in names]
-            setattr(callback, attribute, values or None)
+            with suppress(AttributeError):  # a user's class may compute it
+                setattr(callback, attribute, values or None)
 
 
 def _array_name(place: int, attribute: str, k: int) -> str:
