@@ -290,9 +290,9 @@ def writes_files(callback: Any) -> bool:
         keras.callbacks.TensorBoard,
         keras.callbacks.BackupAndRestore,
         keras.callbacks.RemoteMonitor,
+        keras.callbacks.OrbaxCheckpoint,
     )
-    orbax = getattr(keras.callbacks, "OrbaxCheckpoint", ())
-    return isinstance(callback, writers) or (bool(orbax) and isinstance(callback, orbax))
+    return isinstance(callback, writers)
 
 
 def on_rank(callbacks: Iterable[Any], rank: int) -> list[Any]:

@@ -159,10 +159,11 @@ def cut_logs_of_keras(callbacks: Iterable[Any], resumed: bool) -> None:
             continue
         path, size = log_end(logger) or (None, 0)
         end = getattr(logger, LOG_END, None) if resumed else [path, size if logger.append else 0]
+        setattr(logger, LOG_END, None)  # a later commit, of another rank, may not say
         match end:
             case [str(known), int(length)] if known == path and 0 <= length <= size:
                 os.truncate(known, length)
-                if not logger.csv_file.closed:  # open to append where training has resumed only
+                if not logger.csv_file.closed:  # open with "a" after a resume, else with "w"
                     logger.csv_file.seek(length)
                 logger.writer, logger.append_header = None, length == 0
 

@@ -79,10 +79,9 @@ class PyDatasetSource(PythonSource):
         return None if drawn is None else _packed(drawn[1])  # None: a function of the seed
 
     def state_between(self) -> bytes | None:
-        drawn = None if self._order is None else self._order.drawn
-        return (
-            None if drawn is None else _packed(random.getstate())
-        )  # the next order is drawn of it
+        if self._order is None or self._order.drawn is None:
+            return None
+        return _packed(random.getstate())  # the next order is drawn from it
 
     def open_at(self, epoch: int, skip: int, state: bytes) -> Iterator[Piece]:
         label = _LABEL if self._order is not None and self._order.keras else "a PyDataset"

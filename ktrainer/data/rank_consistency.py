@@ -115,7 +115,7 @@ def model_facts(model: keras.Model, rates: bool = True) -> dict[str, str]:
     Layer and variable names are compared without the numbers that make them unique.
 
     Args:
-        rates: learning rates among them; they may depend on the number of ranks.
+        rates: learning rates that are numbers among them.
     """
     facts = {"class": type(model).__name__}
     for i, layer in enumerate(_layers(model)):
@@ -252,10 +252,13 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _without_rates(config: Any) -> Any:
-    if isinstance(config, dict):  # of an optimizer, maybe with an inner one
-        items = config.items()
-        return {name: _without_rates(v) for name, v in items if name != "learning_rate"}
-    return config
+    """An optimizer's configuration, maybe with an inner one, without rates that are variables,
+    since their values are sent. Schedules stay, as each process computes its own."""
+    if not isinstance(config, dict):
+        return config
+    rate = config.get("learning_rate")
+    rest = {n: _without_rates(value) for n, value in config.items() if n != "learning_rate"}
+    return {**rest, "learning_rate": rate} if isinstance(rate, dict) else rest
 
 
 def _config_of(get: Callable[[], Any]) -> Any:

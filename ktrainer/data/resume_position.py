@@ -64,7 +64,8 @@ def restore_position(feed: Feed, config: Config, state: Mapping[str, Any]) -> No
     if feed.source_batches is None and isinstance(saved.get(_BATCHES), int):
         feed.source_batches = saved[_BATCHES]  # which may have been learned by reading all of it
     now, epoch, batch = data_fingerprint(feed, config), progress["epoch"], progress["batch"]
-    if not batch and _is_one_pass(feed):  # a new iterator would be trained on from its beginning
+    # A new iterator would be trained on from its beginning; with `initial_epoch` it is.
+    if not batch and epoch > feed.first_epoch and _is_one_pass(feed):
         feed.exhausted = bool(saved.get(_EXHAUSTED))
     changed = _changes(saved, now, inside_epoch=batch > 0)
     if not changed:

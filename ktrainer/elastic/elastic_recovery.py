@@ -330,8 +330,7 @@ def _facts_of(run: Run) -> dict[str, str]:
     configuration or a file may have been edited since."""
     model = {} if isinstance(run.model, LoopModel) else model_facts(run.model, rates=False)
     config = run.call.facts()
-    config["run"] = {name: value for name, value in config["run"].items() if name != "dir"}
-    # As the run's folder, the order of the data is sent.
+    del config["run"]["dir"]  # it is sent, as the order of the data is
     data = {n: fact for n, fact in run.state.data_facts.items() if n not in _ORDERS}
     return named_facts(config, model, data, versions_that_compute())
 

@@ -73,7 +73,7 @@ class JoiningPolicy:
             PeerLost: on all ranks, if it, or one of them, was lost on the way.
         """
         recruit, self._recruit = self._recruit, None
-        self._failures += 1  # until it trains
+        self._failures += recruit is not None  # here, until it trains
         admit(self.world, recruit)
 
     def learn(self, started: int) -> None:

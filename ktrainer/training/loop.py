@@ -196,11 +196,21 @@ class Loop:
             # A stop has cut this epoch, and its end is not in the checkpoint.
             self._end_due = self._end_due or progress.epoch < self.triggers.epochs
         self._cut_logs(resumed)
-        if of_another_call and self._stop.is_final and self.world.is_root:
+        if resumed and self._stop.is_final and self.world.is_root:
+            self._warn_that_nothing_is_trained(of_another_call)
+
+    def _warn_that_nothing_is_trained(self, of_another_call: str | None) -> None:
+        if self.state.feed.exhausted and self.state.progress.epoch < self.triggers.epochs:
+            warnings.warn(
+                "all of the iterator had been read when the checkpoint was made, so no update is "
+                "made; checkpoint.resume=never, or initial_epoch=N, reads the new one",
+                stacklevel=5,
+            )
+        elif of_another_call:
             warnings.warn(
                 f"nothing is trained, because {of_another_call}, and it has done all epochs of "
                 "this one",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _cut_logs(self, resumed: bool) -> None:

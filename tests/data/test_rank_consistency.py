@@ -157,7 +157,7 @@ def test_model_facts_of_what_cannot_be_serialised() -> None:
 
 
 def test_rates_can_be_left_out() -> None:
-    def facts(**words: float) -> dict[str, str]:
+    def facts(**words: Any) -> dict[str, str]:
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         inner = keras.optimizers.SGD(**words)
         model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse")
@@ -165,6 +165,8 @@ def test_rates_can_be_left_out() -> None:
 
     assert facts(learning_rate=0.1) == facts(learning_rate=0.2)
     assert facts(learning_rate=0.1) != facts(learning_rate=0.1, momentum=0.5)
+    fast, slow = (keras.optimizers.schedules.CosineDecay(rate, 10) for rate in (0.1, 0.05))
+    assert facts(learning_rate=fast) != facts(learning_rate=slow)  # each process has its own
 
 
 def test_a_rank_that_joins_knows_less_of_its_data() -> None:

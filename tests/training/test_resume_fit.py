@@ -383,7 +383,8 @@ def test_an_iterator_that_has_run_out_is_not_read_again(tmp_path: Path) -> None:
 
     first = run()
     assert first[0] == -(-len(data()[0]) // BATCH)
-    assert run() == first
+    with pytest.warns(UserWarning, match="all of the iterator had been read"):
+        assert run() == first
 
 
 def test_the_end_of_an_epoch_that_a_stop_has_cut_is_not_lost(tmp_path: Path) -> None:

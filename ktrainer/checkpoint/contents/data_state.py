@@ -2,9 +2,9 @@
 
 tf.data pipelines have a state in mid-epoch. PyDatasets whose batches Python's `random` orders have
 one of 2.5 kB that is the same on all ranks, kept once, as `data/0`; loaders of torch one of 5 kB
-for each generator, also between two epochs, and 5 kB more inside one. The position in arrays,
-random-access data and other PyDatasets follows from the progress alone, and of Python's iterators
-the batches that were seen are read again and skipped.
+for each generator, and 5 kB more inside an epoch; both also between two epochs. The position in
+arrays, random-access data and other PyDatasets follows from the progress alone, and of Python's
+iterators the batches that were seen are read again and skipped.
 """
 
 from __future__ import annotations
