@@ -152,14 +152,16 @@ def logs_of_keras_kept(callbacks: Iterable[Any]) -> Iterator[None]:
 
 
 def cut_logs_of_keras(callbacks: Iterable[Any], resumed: bool) -> None:
-    """Cut the files of Keras' CSVLogger, which are open: where training has resumed, or returned to
-    a commit, to what they were there, if it says; else to nothing, unless they append."""
+    """Cut the open files of Keras' CSVLogger: after a resume, or a return to a commit, to their
+    length there, if it is known; else to nothing, unless they append."""
     for logger in callbacks:
         if not isinstance(logger, keras.callbacks.CSVLogger) or logger.csv_file is None:
             continue
         path, size = log_end(logger) or (None, 0)
         end = getattr(logger, LOG_END, None) if resumed else [path, size if logger.append else 0]
-        setattr(logger, LOG_END, None)  # a later commit, of another rank, may not say
+        setattr(
+            logger, LOG_END, None
+        )  # used once: the next commit may come from a rank that writes no file
         match end:
             case [str(known), int(length)] if known == path and 0 <= length <= size:
                 os.truncate(known, length)

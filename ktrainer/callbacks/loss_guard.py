@@ -73,7 +73,7 @@ class LossGuard(Callback):
         self.every = Every(f"{every}ba")
         self._first_judged = (window + 1) * every  # the update whose loss may be a spike
         self._own_world = world
-        self._skipped_before = 0  # at the last look, of all that the guard has counted
+        self._skipped_before = 0  # `guard.skipped` at the last look
         self._since: LossOfStep | None = None
 
     # -- events
@@ -94,7 +94,7 @@ class LossGuard(Callback):
 
     def on_restore(self, progress: Progress) -> None:
         if self.stopped_at is not None and self.stopped_at > progress.step:
-            self.stopped_at = None  # that step ends again
+            self.stopped_at = None  # that step comes again and is judged again
         self._start(progress)
 
     def on_step_end(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -272,24 +272,24 @@ class LossGuard(Callback):
         }
 
     def _state_of_guard(self) -> dict[str, Any]:
-        """The state of the update guard; `not_seen` are updates skipped since the last look."""
+        """The state of the update guard."""
         if self.guard is None:
             return {"in_a_row": 0}
         loss = float(self.guard.loss.numpy())
         return {
             "in_a_row": int(self.guard.skipped_in_a_row.numpy()),
             "loss": loss if math.isfinite(loss) else str(loss),
-            "not_seen": self._skipped_in_all() - self._skipped_before,
+            "skipped_since_look": self._skipped_in_all() - self._skipped_before,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.trainer is not None and self.train_state.rollback is not None:
-            return  # what was seen since stays seen
+            return  # a rollback: losses and counts since the checkpoint are kept
         self.losses.clear()
         self.losses.extend(state.get("losses", []))
         self.skipped, self.rollbacks = state.get("skipped", 0), state.get("rollbacks", 0)
         if self.guard is not None:
             self.guard.skipped_in_a_row.assign(state.get("in_a_row", 0))
             self.guard.loss.assign(float(state.get("loss", 0.0)))
-            self.guard.skipped.assign(state.get("not_seen", 0))
+            self.guard.skipped.assign(state.get("skipped_since_look", 0))
             self._skipped_before = 0

@@ -55,7 +55,7 @@ class Prefetcher:
         self._made: list[Any] = []  # the item that waits for room
         self._changed = threading.Condition()
         self._depth, self._skip = max(1, depth), skip
-        self._stopping = self._done = self._held = self._waits = self._late = False
+        self._stopping = self._done = self._held = self._waits = self._close_timed_out = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(
             target=self._run, args=(items,), name=f"ktrainer-feed-{name}", daemon=True
@@ -152,16 +152,16 @@ class Prefetcher:
         raise StopIteration
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop the thread and wait for it, at most `timeout` seconds. May be called twice: one that
-        has not ended in time is not waited for again."""
+        """Stop the thread and wait for it, at most `timeout` seconds. May be called twice: a
+        thread that has not ended in time is not waited for again."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        if self._late or self._thread is threading.current_thread():
+        if self._close_timed_out or self._thread is threading.current_thread():
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._late = True
+            self._close_timed_out = True
             warnings.warn(
                 f"the data source still computes a batch {timeout:g} s after it was closed; its "
                 "thread ends when that batch is done",

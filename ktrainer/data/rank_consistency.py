@@ -91,7 +91,8 @@ def require_same_facts(mine: Mapping[str, str], theirs: Mapping[str, str]) -> No
     """Raise an error if facts of a rank that joins are not those of the others.
 
     Args:
-        mine, theirs: from `named_facts`. A rank that began alone knows less of its data.
+        mine, theirs: from `named_facts`. Facts of the data that only one side has are not
+            compared: a process that began alone has fewer.
 
     Raises:
         DivergenceError: naming the first that differs.
@@ -103,9 +104,10 @@ def require_same_facts(mine: Mapping[str, str], theirs: Mapping[str, str]) -> No
         first = different[0]
         more = f", and {len(different) - 1} more differ" if different[1:] else ""
         raise DivergenceError(
-            f"this process cannot join ranks that train on something else: {first} is "
-            f"{mine.get(first)} here, but {theirs.get(first)} there{more}. Was the script, its "
-            "configuration or its data edited since they began?"
+            f"this process cannot join: {first} is {mine.get(first, 'missing')} here, but "
+            f"{theirs.get(first, 'missing')} on the ranks that train{more}. The script, its "
+            "configuration, its data or a library has changed since they began: restore it, or "
+            "start all ranks again"
         )
 
 
@@ -115,7 +117,7 @@ def model_facts(model: keras.Model, rates: bool = True) -> dict[str, str]:
     Layer and variable names are compared without the numbers that make them unique.
 
     Args:
-        rates: learning rates that are numbers among them.
+        rates: whether to include learning rates that are numbers.
     """
     facts = {"class": type(model).__name__}
     for i, layer in enumerate(_layers(model)):
@@ -252,8 +254,8 @@ def _layers(model: Any) -> list[Any]:
 
 
 def _without_rates(config: Any) -> Any:
-    """An optimizer's configuration, maybe with an inner one, without rates that are variables,
-    since their values are sent. Schedules stay, as each process computes its own."""
+    """An optimizer's configuration, and that of one inside it, without learning rates that are
+    numbers: a joining rank receives their values. Schedules stay: each process computes its own."""
     if not isinstance(config, dict):
         return config
     rate = config.get("learning_rate")

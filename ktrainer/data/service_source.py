@@ -129,9 +129,10 @@ class ServiceSource(DatasetSource):
             )
         if skip and self.unseeded:
             raise CheckpointError(
-                f"epoch {epoch + 1} of the data cannot continue after batch {skip}: its pipeline "
-                "shuffles without a seed, so the tf.data service draws another order. Give the "
-                "shuffle a seed, and resume from a checkpoint at the end of an epoch"
+                f"epoch {epoch + 1} cannot continue after batch {skip}: the pipeline shuffles "
+                "without a seed, so the tf.data service draws another order. Resume from a "
+                "checkpoint at the end of an epoch (checkpoint.every=1ep). To resume inside epochs "
+                "later, give the shuffle a seed"
             )
         self._close_reader()
         self._passes += 1

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ktrainer.training.run import Run
 
 _WARM_UP_ROWS = 8
-_ORDERS = ("training/order", "validation/order")  # names of facts
+_ORDERS = ("training/order", "validation/order")  # facts of the order of the data, which is sent
 _EPOCH, _EXAMPLES, _COUNTS = 0, 1, 2  # columns of a rank's row; all that follow are counts
 _BEFORE_UPDATES = {"on_epoch_begin", "on_step_begin", "on_train_batch_begin", "on_batch_begin"}
 
@@ -326,11 +326,11 @@ class ElasticRecovery:
 
 
 def _facts_of(run: Run) -> dict[str, str]:
-    """What a rank that joins must have as the others had it when they began: the script, the
-    configuration or a file may have been edited since."""
+    """Facts that a joining rank must share with the ranks that train: script, configuration or
+    files may have been edited since they began."""
     model = {} if isinstance(run.model, LoopModel) else model_facts(run.model, rates=False)
     config = run.call.facts()
-    del config["run"]["dir"]  # it is sent, as the order of the data is
+    del config["run"]["dir"]  # sent to joining ranks, as is the order of the data
     data = {n: fact for n, fact in run.state.data_facts.items() if n not in _ORDERS}
     return named_facts(config, model, data, versions_that_compute())
 

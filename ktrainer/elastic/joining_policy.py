@@ -40,19 +40,19 @@ class JoiningPolicy:
         self.next_rank = world.size
         self._root = world.members[0].stable_rank
         self._failures = 0
-        self._newest: int | None = None  # stable rank of the last that was started
+        self._unconfirmed: int | None = None  # stable rank of the newest, until it trains
 
     def look(self) -> bool:
         """Between two updates: start a rank if one is wanted; return whether one is ready."""
         self.next_rank = max(self.next_rank, *(p.stable_rank + 1 for p in self.world.members))
         if not self.world.is_root:
             return False
-        if any(member.stable_rank == self._newest for member in self.world.members):
-            self._failures, self._newest = 0, None  # it trains
+        if any(member.stable_rank == self._unconfirmed for member in self.world.members):
+            self._failures, self._unconfirmed = 0, None
         if self._recruit is not None and self._recruit.failed:
             self._recruit, self._failures = None, self._failures + 1
         if self._failures == _FAILURES:
-            self._failures += 1  # said once
+            self._failures += 1  # beyond the limit: said once
             _say(f"{_FAILURES} processes that were to join have failed: no more are started")
         if self._recruit is None and self._is_wanted():
             if self.next_rank >= self.started + MAY_JOIN:
@@ -61,7 +61,7 @@ class JoiningPolicy:
                 return False
             local_rank, size = free_local_rank(self.world), self.world.size + 1
             sizes = self.world.bucket_sizes
-            self._newest = self.next_rank
+            self._unconfirmed = self.next_rank
             self._recruit = SpawnedRank(self.next_rank, local_rank, size, bucket_sizes=sizes)
             self.next_rank += 1
         return self._recruit is not None and self._recruit.ready()
@@ -73,7 +73,7 @@ class JoiningPolicy:
             PeerLost: on all ranks, if it, or one of them, was lost on the way.
         """
         recruit, self._recruit = self._recruit, None
-        self._failures += recruit is not None  # here, until it trains
+        self._failures += recruit is not None  # until `look` finds it among the members
         admit(self.world, recruit)
 
     def learn(self, started: int) -> None:

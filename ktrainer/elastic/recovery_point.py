@@ -48,7 +48,7 @@ class RecoveryPoint:
         run_dir: the run's folder.
         shuffle_order: the order of the data.
         lengths: batches of one pass over each kind of data, as far as they are known.
-        facts: of configuration, model, data and versions, which those of a rank that joins equal.
+        facts: of configuration, model, data and versions; a joining rank must have the same.
     """
 
     phase: Phase = Phase.CALLBACKS_DONE

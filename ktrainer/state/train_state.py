@@ -67,8 +67,8 @@ class TrainState:
         end: how the run has ended, and why; see `ktrainer.training.run_facts.end_facts`.
         log_due: whether a callback wants logs after this update; on all ranks alike.
         stop_reason: why a callback has asked for the end of training; None if none has.
-        stopped: whether training has been stopped: a callback of any rank has asked for it in
-            `model.stop_training`, and all ranks know it.
+        stopped: whether the ranks have agreed to stop, as a callback of any of them has set
+            `model.stop_training`; that attribute alone is one rank's wish.
         out_of_time: whether `trainer.max_time` has passed, on any rank.
         update_invalid: whether the last update has spoilt the model, as far as `health` can tell:
             no checkpoint of it is saved.

@@ -34,7 +34,8 @@ class UpdateGuard:
         limit: float64 scalar; updates with a loss above it are skipped; infinity for none.
         loss: float64 scalar; of the last update, over all ranks.
         skipped_in_a_row: int64 scalar; updates skipped in a row, up to the last one.
-        skipped: int64 scalar; updates skipped since it was made or restored.
+        skipped: int64 scalar; updates skipped since it was made, or since the last look at them
+            before the state that was restored.
     """
 
     def __init__(self, finite: bool) -> None:

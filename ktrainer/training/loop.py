@@ -175,7 +175,7 @@ class Loop:
         skip_to_epoch(state, first)
         with logs_of_keras_kept(self.callbacks.callbacks):
             self.callbacks.on_train_begin()
-        asked = bool(self.model.stop_training)  # by a callback: heard of after the next update
+        asked = bool(self.model.stop_training)  # by a callback: obeyed after the next update
         with state.times.of("checkpoint"):
             of_another_call = resume_run(self.context, state, self.callbacks)
         self.model.stop_training = asked or bool(self.model.stop_training)
@@ -202,8 +202,9 @@ class Loop:
     def _warn_that_nothing_is_trained(self, of_another_call: str | None) -> None:
         if self.state.feed.exhausted and self.state.progress.epoch < self.triggers.epochs:
             warnings.warn(
-                "all of the iterator had been read when the checkpoint was made, so no update is "
-                "made; checkpoint.resume=never, or initial_epoch=N, reads the new one",
+                "the checkpoint was made after its iterator had been read to the end, so nothing "
+                "is trained; to read the new iterator, set checkpoint.resume=never or pass "
+                f"initial_epoch={self.state.progress.epoch}",
                 stacklevel=5,
             )
         elif of_another_call:
@@ -227,12 +228,13 @@ class Loop:
             self._stop.vote()
         except PreemptionRequested as request:
             self._exit(request)
-        # A stop asked for as training began is heard of after the next update, as without a limit.
+        # A stop asked for as training began is obeyed after the next update, as without a limit.
         self.state.stopped = stopped
         if self.state.out_of_time and self.world.is_root:
             warnings.warn(
                 f"training had taken {self.state.progress.elapsed:.0f} s when the checkpoint was "
-                "made, which is all of trainer.max_time, so no update is made",
+                "made, which is all of trainer.max_time, so no update is made; raise "
+                "trainer.max_time to continue",
                 stacklevel=4,
             )
 
@@ -258,7 +260,7 @@ class Loop:
         for every in (self._validate_every, self._log_every):
             every.heal(before)
         self._watch.ranks_changed()
-        self._per_call.rewind()
+        self._per_call.discard_pending()
         return before
 
     def _start_clock(self) -> None:
@@ -318,7 +320,7 @@ class Loop:
         if first == 0:
             self.model.reset_metrics()
             state.counted = MetricCounts()
-        finished = self._stop.is_final  # a stop from here on is heard of after the next update
+        finished = self._stop.is_final  # a stop from here on is obeyed after the next update
         self._begin_epoch(epoch)
         if self._finish_interrupted_update() or finished:
             cut = self._stop.cuts_epoch
@@ -483,7 +485,7 @@ class Loop:
 
     def _max_updates(self) -> int | None:
         """The most updates in one call for which callbacks, validation and logs can wait."""
-        if self.model.stop_training and self.world.size == 1:  # asked for before the first one
+        if self.model.stop_training and self.world.size == 1:  # asked for before the first update
             return 1
         regular = (self._validate_every, self._log_every)
         limits = [every.updates_until_due(self.state.progress) for every in regular]

@@ -84,14 +84,15 @@ class SignalHandlers:
         try:
             yield
         except GeneratorExit:  # `break` in a loop of the user's own
-            self._raise_again()
+            self._restore_and_resend()
             raise
         except BaseException:
             self._restore()
             raise
-        self._raise_again()
+        self._restore_and_resend()
 
-    def _raise_again(self) -> None:
+    def _restore_and_resend(self) -> None:
+        """Restore the handlers; send the noted signal, if any, to this process again."""
         self._restore()
         if self._number:
             os.kill(os.getpid(), self._number)
@@ -119,8 +120,11 @@ class SignalHandlers:
         flags: tuple[bool, ...],
         what: str,
     ) -> tuple[tuple[bool, ...], PreemptionRequested | None]:
-        """Whether each of `flags` is true on any rank; and the request to end, if any rank has one.
-        One message.
+        """Combine flags and signals of all ranks, in one message.
+
+        Returns:
+            For each flag, whether any rank has it; and the request to end, None if no rank got a
+            signal. It is not raised here, so that callers record the flags first.
 
         Args:
             vote: the maximum over ranks of each of some int32 numbers.

@@ -65,7 +65,7 @@ def resume_run(
     if progress is None:
         return None
     state.progress = progress
-    state.stopped = world.any(bool(state.model.stop_training), "stopped before")
+    state.stopped = world.any(bool(state.model.stop_training), "whether training was stopped")
     if state.validation is not None:
         state.validation.replay_passes(progress.validations)
     if state.stopped and world.is_root:

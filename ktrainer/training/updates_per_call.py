@@ -115,8 +115,9 @@ class UpdatesPerCall:
         self._updates += made
         return updates[:made]
 
-    def rewind(self) -> None:
-        """Drop the last call's deferred error and unused batches: after a heal they come again."""
+    def discard_pending(self) -> None:
+        """Drop the last call's deferred error and count of unused batches: after a heal the data is
+        read again from the commit."""
         self._error, self._unused_updates = None, 0
 
     @property

@@ -191,7 +191,7 @@ class Steps:
         error = self._user_loop.take_error()
         if error is None:
             return running.send(logs)
-        self._of_epoch = {}  # with those of a step that does not count
+        self._of_epoch = {}  # also drops logs of the interrupted step, which comes again
         return running.throw(error)
 
     def _take_logs(self) -> dict[str, Any]:

@@ -175,9 +175,9 @@ def test_a_rank_that_joins_knows_less_of_its_data() -> None:
     rank_consistency.require_same_facts(mine, theirs)
     rank_consistency.require_same_facts(theirs, mine)
     for name in mine:
-        with pytest.raises(DivergenceError, match=f"something else: {name} is 7 here"):
+        with pytest.raises(DivergenceError, match=f"cannot join: {name} is 7 here"):
             rank_consistency.require_same_facts(mine | {name: "7"}, theirs)
-    with pytest.raises(DivergenceError, match="model layer 1 is Softmax here, but None there"):
+    with pytest.raises(DivergenceError, match="model layer 1 is Softmax here, but missing on the"):
         rank_consistency.require_same_facts(mine | {"model layer 1": "Softmax"}, theirs)
 
 

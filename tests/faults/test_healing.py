@@ -339,7 +339,7 @@ def test_a_rank_with_other_data_cannot_join(tmp_path: Path) -> None:
     words = ("--replace", "-n", "2", str(SCRIPT), str(tmp_path), "falling,1:5:after,0:99:joined")
     ended = launch(tmp_path, *words, CHANGES="1")
     assert ended.returncode == 0, ended.stderr
-    refused = ended.stderr.count("train on something else: data training/x is ")
+    refused = ended.stderr.count("this process cannot join: data training/x is ")
     assert 1 <= refused <= 3  # as many as there was time for
     no_more = "3 processes that were to join have failed: no more are started"
     assert (no_more in ended.stderr) == (refused == 3)

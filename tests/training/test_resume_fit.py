@@ -383,7 +383,7 @@ def test_an_iterator_that_has_run_out_is_not_read_again(tmp_path: Path) -> None:
 
     first = run()
     assert first[0] == -(-len(data()[0]) // BATCH)
-    with pytest.warns(UserWarning, match="all of the iterator had been read"):
+    with pytest.warns(UserWarning, match="its iterator had been read to the end"):
         assert run() == first
 
 
