@@ -375,7 +375,7 @@ def test_an_iterator_that_has_run_out_is_not_read_again(tmp_path: Path) -> None:
     def run() -> tuple[int, dict[str, list[float]]]:
         x, y = data()
         batches = ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH))
-        words = settings(tmp_path, trainer__accumulate=1)
+        words = settings(tmp_path, trainer__accumulate=1, checkpoint__every="1ep")
         keras.utils.clear_session()
         with Trainer(overrides=words) as trainer:
             history = trainer.fit(plain_rate, batches).history
