@@ -159,9 +159,7 @@ def cut_logs_of_keras(callbacks: Iterable[Any], resumed: bool) -> None:
             continue
         path, size = log_end(logger) or (None, 0)
         end = getattr(logger, LOG_END, None) if resumed else [path, size if logger.append else 0]
-        setattr(
-            logger, LOG_END, None
-        )  # used once: the next commit may come from a rank that writes no file
+        setattr(logger, LOG_END, None)  # the next commit may be of a rank that writes no file
         match end:
             case [str(known), int(length)] if known == path and 0 <= length <= size:
                 os.truncate(known, length)
