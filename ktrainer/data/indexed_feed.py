@@ -91,8 +91,7 @@ class IndexedFeed(Feed):
         self._device = device
         self._source, self.rows, self.spec = rows, rows.count, rows.spec
         self.replica, self.replicas = world.replica, world.replicas
-        will_join = getattr(world, "alone", False)
-        self._alone = world.size == 1 and not will_join
+        self._alone = world.size == 1 and not world.alone  # else it will join others
         self.global_batch, self.shuffle = global_batch, shuffle
         self.shuffle_order = (order or ShuffleOrder()) if shuffle or rows.draws else None
         self._keras_order: Order | None = None

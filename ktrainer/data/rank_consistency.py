@@ -148,6 +148,12 @@ _INTEGER = (
 )
 
 
+def without_order(facts: Mapping[str, str]) -> dict[str, str]:
+    """`data_facts` of all feeds, but those of the order, which each start may draw."""
+    orders = ("training/order", "validation/order")  # not an array of this name
+    return {name: fact for name, fact in facts.items() if name not in orders}
+
+
 def audit(world: World, named_arrays: Mapping[str, Any]) -> None:
     """Check that arrays are bitwise the same on all ranks.
 

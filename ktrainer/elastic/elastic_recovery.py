@@ -22,7 +22,12 @@ from ktrainer.checkpoint.contents.callback_state import callback_states, load_ca
 from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
 from ktrainer.checkpoint.restore_run import fill_history
 from ktrainer.data.local_batch import LocalBatch, first_rows
-from ktrainer.data.rank_consistency import model_facts, named_facts, require_same_facts
+from ktrainer.data.rank_consistency import (
+    model_facts,
+    named_facts,
+    require_same_facts,
+    without_order,
+)
 from ktrainer.distributed.elastic_members import Member
 from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.elastic.joining_policy import JoiningPolicy
@@ -47,7 +52,6 @@ if TYPE_CHECKING:
     from ktrainer.training.run import Run
 
 _WARM_UP_ROWS = 8
-_ORDERS = ("training/order", "validation/order")  # facts of the order of the data, which is sent
 _EPOCH, _EXAMPLES, _COUNTS = 0, 1, 2  # columns of a rank's row; all that follow are counts
 _BEFORE_UPDATES = {"on_epoch_begin", "on_step_begin", "on_train_batch_begin", "on_batch_begin"}
 
@@ -331,7 +335,7 @@ def _facts_of(run: Run) -> dict[str, str]:
     model = {} if isinstance(run.model, LoopModel) else model_facts(run.model, rates=False)
     config = run.call.facts()
     del config["run"]["dir"]  # sent to joining ranks, as is the order of the data
-    data = {n: fact for n, fact in run.state.data_facts.items() if n not in _ORDERS}
+    data = without_order(run.state.data_facts)
     return named_facts(config, model, data, versions_that_compute())
 
 

@@ -188,13 +188,12 @@ class Loop:
         progress = state.progress
         if self.state.validation is None:
             self._validation.forget()
-        ended = self.steps_left == 0 or not self._stop.cuts_epoch
-        self._end_due = progress.validation_due or (ended and progress.batch > 0)
         if self.triggers.max_seconds is not None:
             self._check_time_left()
-        if (state.stopped or state.out_of_time) and progress.batch > 0:
-            # A stop has cut this epoch, and its end is not in the checkpoint.
-            self._end_due = self._end_due or progress.epoch < self.triggers.epochs
+        # A checkpoint inside an epoch that a stop has cut has nothing of its end.
+        cut = (state.stopped or state.out_of_time) and progress.epoch < self.triggers.epochs
+        ended = cut or self.steps_left == 0 or not self._stop.cuts_epoch
+        self._end_due = progress.validation_due or (ended and progress.batch > 0)
         self._cut_logs(resumed)
         if resumed and self._stop.is_final and self.world.is_root:
             self._warn_that_nothing_is_trained(of_another_call)

@@ -16,7 +16,7 @@ from ktrainer.callbacks.callback_list import CallbackList
 from ktrainer.callbacks.trackers.tracker import import_trackers
 from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
 from ktrainer.data import ShuffleOrder
-from ktrainer.data.rank_consistency import check_consistency, model_facts
+from ktrainer.data.rank_consistency import check_consistency, model_facts, without_order
 from ktrainer.runtime.folder_lock import FolderLock, seconds_after_loss
 from ktrainer.runtime.run_folder import hold_run_folder
 from ktrainer.steps.program_cache import warn_of_frozen_layers
@@ -273,5 +273,5 @@ class Run:
     def _call_facts(self) -> dict[str, str]:
         """Facts that are the same when the script calls this `fit` again, but for the seed of the
         order, which each start may draw."""
-        given = {k: v for k, v in self.state.data_facts.items() if not k.endswith("/order")}
+        given = without_order(self.state.data_facts)
         return {**given, "trainable variables": str(len(self.model.trainable_variables))}
