@@ -17,6 +17,7 @@ from ktrainer.distributed import World, current_world, is_open, open_world
 from ktrainer.errors import DivergenceError, SetupError, WorldError
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.runtime.symbol_check import check_symbols
+from ktrainer.runtime.tensorflow_setup import keep_from_autograph
 
 if TYPE_CHECKING:
     from ktrainer.distributed.elastic_world import ElasticWorld
@@ -74,6 +75,7 @@ def init(
             "ProcessSet of the ranks that communicate among themselves."
         )
     check_symbols()
+    keep_from_autograph()
     allow_two_threads()
     world = _open_world()
     before = world.deadline, world.deadline_setting

@@ -573,6 +573,11 @@ tensorflow.python.autograph.core.ag_ctx
         steps: called; has the branches of what such a function calls turned into graphs too
     Status
         steps: read; has the branches of what such a function calls turned into graphs too
+tensorflow.python.autograph.core.config
+    CONVERSION_RULES
+        runtime: replaced; functions of this package are called as they are
+    DoNotConvert
+        runtime: called; functions of this package are called as they are
 tensorflow.python.trackable.base
     Trackable()._self_unconditional_checkpoint_dependencies, _self_unconditional_dependency_names
         steps: left out, where a layer's attributes are looked for variables

@@ -16,6 +16,19 @@ REMEDY = (
 )
 
 
+def keep_from_autograph() -> None:
+    """Have AutoGraph call this package's functions as they are.
+
+    A `tf.function` of a user's own rewrites every function that it calls, and compiles it anew:
+    a second at the start of a loop that averages gradients. None of ours branches on tensors.
+    """
+    from tensorflow.python.autograph.core import config as rules
+
+    ours = rules.DoNotConvert("ktrainer")
+    if not any(repr(rule) == repr(ours) for rule in rules.CONVERSION_RULES):
+        rules.CONVERSION_RULES = (ours, *rules.CONVERSION_RULES)
+
+
 _draws: Any = None  # TensorFlow makes new ones with each seed that is set
 
 
@@ -58,6 +71,7 @@ def start_tensorflow(config: Config) -> None:
             "environment variable KERAS_BACKEND=tensorflow before Keras is imported."
         )
     check_symbols()
+    keep_from_autograph()
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
         note_seed()
