@@ -146,14 +146,14 @@ class TensorBoardLog(Reporter):
     def _write_graph(self) -> None:
         """Write the graph of the compiled step, where one function makes an update; once."""
         program = self.train_state.program if self.trainer is not None else None
-        graph = None if program is None or self._graph_written else program.graph
-        if graph is None or not self.reports:
+        graphs = [] if program is None or self._graph_written else program.graphs
+        if len(graphs) != 1 or not self.reports:
             return
         import tensorflow as tf
 
         self._graph_written = True
         with self._writer("train").as_default(0):
-            tf.summary.graph(graph)
+            tf.summary.graph(graphs[0])
 
     def _write_settings(self) -> None:
         """Write the configuration as hyperparameters, if the tensorboard package is installed."""

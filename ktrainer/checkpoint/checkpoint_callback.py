@@ -29,6 +29,7 @@ from ktrainer.checkpoint.background_writer import BackgroundWriter, Saved
 from ktrainer.checkpoint.best_metric import BestMetric
 from ktrainer.checkpoint.contents.capture_state import history_of
 from ktrainer.checkpoint.contents.run_snapshot import Snapshot, take_snapshot
+from ktrainer.checkpoint.contents.unsaved_variables import warn_of_unsaved
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
 from ktrainer.data import data_fingerprint
 from ktrainer.distributed import World
@@ -98,6 +99,7 @@ class Checkpoint(Callback):
         self._saver: BackgroundWriter | None = None
         self._run = ""  # name of this run in its checkpoints, the same over restarts
         self._saved: tuple[int, ...] = ()  # moment of the last save
+        self._restored = 0, 0  # of the checkpoint: its step, and the serial of the newest there was
 
     # -- events
 
@@ -110,7 +112,7 @@ class Checkpoint(Callback):
             self.directory = Path(self.trainer.checkpoint_dir)
         self.close()
         self._best.value = self._best.step = self._at_cut = self._validated = None
-        self._saved, self._best_known = (), None
+        self._saved, self._best_known, self._restored = (), None, (0, 0)
         if not self.train_state.joining:  # else it comes with the state
             self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
         self.every.steps_per_epoch = self.steps_per_epoch
@@ -303,7 +305,13 @@ class Checkpoint(Callback):
         if self.directory is None:
             return None
         entries = Store(self.directory).entries()
-        return next((e for e in entries if e.problem is None and e.run == self._run), None)
+        return next((e for e in entries if e.problem is None and self.is_of_this_run(e)), None)
+
+    def is_of_this_run(self, entry: Entry) -> bool:
+        """Return whether a checkpoint is of this run's past: that which it was restored from, or
+        saved since. A run that resumed by a path has older ones of later steps in its folder."""
+        step, serial = self._restored
+        return entry.run == self._run and (entry.serial > serial or entry.step == step)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; all ranks together.
@@ -322,6 +330,8 @@ class Checkpoint(Callback):
         if self.trainer is not None:
             state = self.train_state
             state.program.finish()  # updates that still run (parameter servers)
+            if self.world.is_root:
+                warn_of_unsaved(self.model, state.program.graphs, callbacks)
             place = data_fingerprint(state.feed, self.trainer.config)
             more = {"place": place, "counted": state.counted}
             more |= {"feed": state.feed} if self.iterators else {}
@@ -360,6 +370,9 @@ class Checkpoint(Callback):
 
     def on_restore(self, progress: Progress) -> None:
         self.every.start(progress)
+        if self.world.is_root and self.directory is not None:
+            serials = [entry.serial for entry in Store(self.directory).entries()]
+            self._restored = progress.step, max(serials, default=0)
 
     def on_heal(self, progress: Progress) -> None:
         self.every.heal(progress)

@@ -20,6 +20,7 @@ from ktrainer.callbacks.base import emit, overrides
 from ktrainer.callbacks.csv_log import cut_logs_of_keras
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.contents.capture_state import history_of, named_variables
+from ktrainer.checkpoint.contents.unsaved_variables import warn_of_unsaved
 from ktrainer.checkpoint.restore_run import fill_history
 from ktrainer.data.local_batch import LocalBatch, first_rows
 from ktrainer.data.rank_consistency import (
@@ -80,6 +81,7 @@ class ElasticRecovery:
         self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
         self._joining_policy = JoiningPolicy(world, self._config.world)
         self._facts = _facts_of(run)
+        self._looked = False  # at the variables that an update assigns
 
     def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates to the end; as a joining rank, from where the others are. An update
@@ -156,6 +158,11 @@ class ElasticRecovery:
             counted = [_counted_epoch(progress), float(state.counted.examples)]
             self._mine = np.concatenate([counted, self._counts.row()])
             self._backup.keep()
+        if phase == Phase.UPDATED and not self._looked:
+            self._looked = True
+            if self.world.is_root:
+                callbacks = self.run.callbacks.callbacks
+                warn_of_unsaved(self.model, state.program.graphs, callbacks)
 
     def vote(self, flags: np.ndarray, what: str) -> np.ndarray:
         """The maximum over ranks of each of `flags` (int32); the ranks also exchange their metric

@@ -573,6 +573,9 @@ tensorflow.python.autograph.core.ag_ctx
         steps: called; has the branches of what such a function calls turned into graphs too
     Status
         steps: read; has the branches of what such a function calls turned into graphs too
+tensorflow.python.framework.auto_control_deps_utils
+    get_read_write_resource_inputs(op)
+        checkpoint: called; the variables that an update assigns
 tensorflow.python.autograph.core.config
     CONVERSION_RULES
         runtime: replaced; functions of this package are called as they are

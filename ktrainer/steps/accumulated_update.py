@@ -11,10 +11,11 @@ import tensorflow as tf
 
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.runtime.monkeypatching import replaced_in
-from ktrainer.steps.compiled_step import CompiledStep
+from ktrainer.steps.compiled_step import CompiledStep, graphs_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.metric_logs import LoggedResults
+from ktrainer.steps.named_variables import OWN
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.program_interface import LocalBatchLike
@@ -139,6 +140,11 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
             before.restore(bad, self._assigned)
             logs = before.logs(bad, logs, self._logged)
         return logs
+
+    @property
+    def graphs(self) -> list[Any]:
+        """Those of its compiled functions, as far as they are traced."""
+        return graphs_of(self._functions.values())
 
     def abandon(self) -> None:
         """Set all sums to zero."""
@@ -306,6 +312,7 @@ def _zeros(kind: type | None, tensors: Sequence[tf.Tensor], variable: Any) -> tf
     return tf.Variable(
         tf.zeros(shape, tensors[0].dtype),
         trainable=False,
+        name=OWN,
         experimental_enable_variable_lifting=False,  # else what is being traced is traced again
     )
 

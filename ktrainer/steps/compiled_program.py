@@ -23,7 +23,7 @@ from ktrainer.distributed.collectives import GradientCollectives
 from ktrainer.state.nested_logs import LogPath
 from ktrainer.steps.accumulated_update import AccumulatedUpdate
 from ktrainer.steps.assertions import error_of_split, explain_assertions
-from ktrainer.steps.compiled_step import CompiledStep
+from ktrainer.steps.compiled_step import CompiledStep, graphs_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import check_local_layers, local_variables
 from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
@@ -156,9 +156,10 @@ class CompiledProgram(Program):
         return can_loop(self._function("train", padding=False))
 
     @property
-    def graph(self) -> Any:
-        trace = getattr(self._functions.get(("train", False, self.variant)), "trace", None)
-        return None if trace is None else trace.graph
+    def graphs(self) -> list[Any]:
+        if self._accumulated is not None:
+            return self._accumulated.graphs
+        return graphs_of([self._functions.get(("train", False, self.variant))])
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         if self.collectives is not None and kind in self._specs and not self._logged[kind].logs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,12 @@ class CompiledStep:
         if isinstance(leaf, np.ndarray):
             return tf.convert_to_tensor(leaf)
         return leaf
+
+
+def graphs_of(functions: Iterable[Any]) -> list[Any]:
+    """The graphs of those functions that are a `CompiledStep` and traced."""
+    traces = [getattr(function, "trace", None) for function in functions]
+    return [trace.graph for trace in traces if trace is not None]
 
 
 def _fits(value: Any, spec: tf.TensorSpec | None) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.utils.naming import to_snake_case
@@ -21,12 +22,14 @@ from ktrainer.steps.variable_assignments import assign_total
 from ktrainer.steps.variable_placement import placement_of
 
 ATTRIBUTE = "attribute/"
+OWN = "of_ktrainer"  # the name of variables that this package makes for an update
 # Made eagerly, and while a function is traced.
 _RESOURCE_VARIABLES = (ResourceVariable, UnliftedInitializerVariable)
-# Where TensorFlow lists an object's attributes.
-_OF_TENSORFLOW = (
+# Where TensorFlow, and Keras, have an object's attributes, and its loss, a second time.
+_SECOND_TIME = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
+    "_compile_loss",
 )
 
 
@@ -113,8 +116,9 @@ def all_variables(model: Any) -> list[tuple[str, Any]]:
 
 def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
     """(unique name, variable) of each `tf.Variable`, and of the state of each
-    `tf.random.Generator`, that a layer of `model` has as an attribute, or in a list, dict or
-    `tf.Module` there. Keras does not know of them. The same names in each process.
+    `tf.random.Generator`, that a layer of `model`, its loss or an optimizer has as an attribute, or
+    in a list, dict or `tf.Module` there. Keras does not know of them. The same names in each
+    process.
 
     None of a model that is cut into stages, where only the stage of a layer has its values, nor
     variables that have a value for each replica.
@@ -153,13 +157,20 @@ def _inside(value: Any, path: str, depth: int = 0) -> Iterator[StateVariable]:
         kinds = (tf.Variable, tf.random.Generator)
         found = value._flatten(predicate=lambda each: isinstance(each, kinds))
         yield from _inside(list(found), path, depth)
+    elif depth < 3 and isinstance(value, (keras.Loss, keras.optimizers.Optimizer)):
+        yield from _inside(vars(value), path, depth)
     elif depth < 3 and isinstance(value, (list, tuple)):
         for k, each in enumerate(value):
             yield from _inside(each, f"{path}/{k}", depth + 1)
     elif depth < 3 and isinstance(value, dict):
         for key in sorted(value, key=str):
-            if key not in _OF_TENSORFLOW:
+            if key not in _SECOND_TIME:
                 yield from _inside(value[key], f"{path}/{key}", depth + 1)
+
+
+def variables_in(value: Any) -> list[tf.Variable]:
+    """The `tf.Variable`s, and the states of random generators, that `value` is or has."""
+    return [each.variable for each in _inside(value, "")]
 
 
 def model_variables(model: Any) -> list[tuple[str, Any]]:

@@ -85,10 +85,9 @@ class Program(ABC):
         return False
 
     @property
-    def graph(self) -> Any:
-        """The graph of the compiled update; None where an update is not one function, or is not
-        traced yet."""
-        return None
+    def graphs(self) -> list[Any]:
+        """The graphs of the compiled functions of an update, as far as they are traced."""
+        return []
 
     @abstractmethod
     def test(self, local_batch: LocalBatchLike) -> Logs:

@@ -21,6 +21,7 @@ import tensorflow as tf
 from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.steps.metric_logs import LoggedResults
+from ktrainer.steps.named_variables import OWN
 from ktrainer.steps.variable_assignments import aggregation_of
 
 
@@ -40,10 +41,10 @@ class UpdateGuard:
 
     def __init__(self, finite: bool) -> None:
         self.finite = finite
-        self.limit = tf.Variable(np.inf, trainable=False, dtype=tf.float64)
-        self.loss = tf.Variable(0.0, trainable=False, dtype=tf.float64)
-        self.skipped_in_a_row = tf.Variable(0, trainable=False, dtype=tf.int64)
-        self.skipped = tf.Variable(0, trainable=False, dtype=tf.int64)
+        self.limit = _scalar(np.inf, tf.float64)
+        self.loss = _scalar(0.0, tf.float64)
+        self.skipped_in_a_row = _scalar(0, tf.int64)
+        self.skipped = _scalar(0, tf.int64)
 
     def is_bad(self, loss: tf.Tensor, gradients: Sequence[Any], optimizer: Any) -> tf.Tensor:
         """Return whether an update is to be skipped.
@@ -198,3 +199,7 @@ def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
     ]
     each = [tf.reduce_all(tf.math.is_finite(v)) for v in values]
     return tf.reduce_all(tf.stack(each)) if each else tf.constant(True)
+
+
+def _scalar(value: float, dtype: tf.DType) -> tf.Variable:
+    return tf.Variable(value, trainable=False, name=OWN, dtype=dtype)

@@ -59,7 +59,7 @@ def resume_run(
         history=state.model.history,
         feed=state.feed if config.checkpoint.iterators else None,
         counted=state.counted,
-        run=run,
+        among=None if run is None else lambda entry: entry.run == run,
         check=partial(restore_position, state.feed, config),
     )
     if progress is None:
@@ -199,9 +199,8 @@ def _restore_last(
     savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
     for saver in savers:
         saver.wait()
-    saved = [saver.latest() if world.is_root else None for saver in savers]
-    found = [(i, entry.run) for i, entry in enumerate(saved) if entry is not None]
-    which, run = world.broadcast(found[0] if found else (None, ""), 0, "rollback")
+    saved = (i for i, s in enumerate(savers) if world.is_root and s.latest() is not None)
+    which = world.broadcast(next(saved, None), 0, "rollback")
     if which is None:
         return None
     return resume(
@@ -211,7 +210,7 @@ def _restore_last(
         world=world,
         callbacks=callbacks.callbacks,
         history=object(),  # History keeps its epochs
-        run=run,
+        among=savers[which].is_of_this_run,
         tell=False,  # the caller does, of the present epoch
     )
 

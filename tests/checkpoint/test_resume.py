@@ -79,7 +79,9 @@ def test_a_path_is_exactly_that(folder) -> None:
 def test_a_run_goes_back_to_checkpoints_of_its_own(folder) -> None:
     (run,) = {entry.run for entry in Store(folder).entries()}
     Store(folder).save({"a": np.zeros(1)}, {}, 20, facts={"run": "another"})
-    progress = resume("auto", folder, model=small_model(), world=ALONE, run=run)
+    progress = resume(
+        "auto", folder, model=small_model(), world=ALONE, among=lambda entry: entry.run == run
+    )
     assert progress is not None
     assert progress.step == 15
     damage(folder, 20)
@@ -87,7 +89,13 @@ def test_a_run_goes_back_to_checkpoints_of_its_own(folder) -> None:
         pytest.warns(UserWarning, match="step-00000020.*trying the one before"),
         pytest.raises(CheckpointError, match="all 1 checkpoints"),
     ):
-        resume("auto", folder, model=small_model(), world=ALONE, run="another")
+        resume(
+            "auto",
+            folder,
+            model=small_model(),
+            world=ALONE,
+            among=lambda entry: entry.run == "another",
+        )
 
 
 def test_a_folder_with_a_manifest_that_cannot_be_read(folder) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ktrainer.checkpoint import Store
 from ktrainer.errors import DataError, DeadlineExceeded, ModelError
 from tests.dist.cases import vectors
 from tests.dist.small import ENGINES, group_mode, make_trainer, small_model, weights_of
@@ -61,6 +63,17 @@ def test_one_rank_that_stops_stops_all_at_that_step(ranks: Callable[..., Any]) -
     assert ranks(3).run(_stop_on, 1, begin="epoch") == [(1, 0)] * 3
     assert ranks(3).run(_stop_on, 1, begin="training") == [(1, 0)] * 3
     assert ranks(3).run(_stop_on, 1, begin="training", trainer__max_time="1h") == [(1, 0)] * 3
+
+
+def test_a_stop_of_one_rank_is_in_the_checkpoint_of_its_step(
+    ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As where all are killed before they have told one another."""
+    words = {"checkpoint__every": "1ba", "checkpoint__keep": 9, "run__dir": str(tmp_path)}
+    assert ranks(2).run(_stop_on, 1, **words) == [(3, 0)] * 2
+    (third,) = [e.path for e in Store(tmp_path / "checkpoints").entries() if e.step == 3]
+    words |= {"run__dir": str(tmp_path / "again"), "checkpoint__resume": str(third)}
+    assert ranks(2).run(_stop_on, 1, **words) == [(3, 0)] * 2
 
 
 def _nan_on(rank: int) -> tuple[int, bool]:

@@ -14,6 +14,7 @@ import pytest
 
 from ktrainer import Callback, ConfigError, ModelError
 from ktrainer.callbacks import LossGuard
+from ktrainer.checkpoint import Store
 from ktrainer.config import load_config
 from tests.faults import spoiling
 from tests.faults.asking import BACKENDS
@@ -125,6 +126,17 @@ def test_row_20_limits(tmp_path: Path) -> None:
     found = train(tmp_path / "none", (*ROLLBACK, "checkpoint.every=5ba"), {2: math.nan})
     assert found.step == 2
     assert "there is no checkpoint to go back to" in found.said[0]
+
+
+def test_row_20_back_to_where_a_path_led(tmp_path: Path) -> None:
+    """Not forward, to a checkpoint of before the resume."""
+    train(tmp_path, ROLLBACK)
+    (second,) = [e.path for e in Store(tmp_path / "checkpoints").entries() if e.step == 2]
+    words = (*ROLLBACK, f"checkpoint.resume={second}", "checkpoint.every=4ba")
+    found = train(tmp_path, words, {3: math.nan, 6: math.nan})
+    backs = [text for text in found.said if "back to" in text]
+    assert ["of step 2," in backs[0], "of step 4," in backs[1]] == [True, True]
+    assert (found.step, found.steps) == (6, [2, 4, 6, 8])
 
 
 def test_row_20_nothing_is_no_loss_of_zero(tmp_path: Path) -> None:

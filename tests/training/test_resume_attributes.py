@@ -78,7 +78,37 @@ class Differing(Alternating):
             self.more = tf.Variable(0)
 
 
+class Scaled(keras.losses.SparseCategoricalCrossentropy):
+    """Divided by a moving average of itself."""
+
+    def __init__(self) -> None:
+        super().__init__(from_logits=True)
+        self.means = [tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)]
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        values = super().call(y_true, y_pred)
+        self.means[0].assign(0.9 * self.means[0] + 0.1 * tf.reduce_mean(values))
+        return values / self.means[0]
+
+
+class Growing(keras.optimizers.SGD):
+    """Steps grow with the number of updates."""
+
+    def __init__(self) -> None:
+        super().__init__(0.01)
+        self.made = tf.Variable(0.0)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        self.made.assign_add(0.1)
+        super().apply([self.made * g for g in grads], trainable_variables)
+
+
 def build(kind: Any = Alternating) -> keras.Model:
+    if kind is Scaled:
+        keras.utils.set_random_seed(0)
+        model = Plain()
+        model.compile(Growing(), Scaled())
+        return model
     keras.utils.set_random_seed(0)
     model = kind()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -107,6 +137,15 @@ def test_they_continue_where_they_were(tmp_path: Path) -> None:
     whole, parts = in_parts(str(tmp_path))
     assert parts == whole
     assert whole[COUNT] == 30
+
+
+@pytest.mark.parametrize("more", [{}, {"backend__strategy": "mirrored"}])
+def test_a_loss_and_an_optimizer_continue(tmp_path: Path, more: dict[str, str]) -> None:
+    words = {"backend": "tf_distribute", **more} if more else {}
+    whole, parts = in_parts(str(tmp_path), Scaled, **words)
+    assert parts == whole
+    assert whole["attribute/alternating/optimizer/made"] == pytest.approx(3)
+    assert whole["attribute/alternating/loss/means/0"] != 1
 
 
 def test_ranks_continue_too(tmp_path: Path, ranks: Callable[..., Any]) -> None:
@@ -177,3 +216,41 @@ def test_a_checkpoint_without_them(tmp_path: Path, first: Any, second: Any, says
     with pytest.warns(UserWarning, match=says):
         again = train([*words, "trainer.epochs=1"], second)
     assert again["model/head/kernel"] == weights["model/head/kernel"]
+
+
+def test_a_variable_that_no_checkpoint_holds_is_named_once(tmp_path: Path) -> None:
+    mean, weight = tf.Variable(1.0, name="mean"), tf.Variable(1.0, name="read_only")
+    kept = tf.Variable(1.0, name="kept")
+
+    def loss(y_true: Any, y_pred: Any) -> Any:
+        values = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
+        tf.cond(mean > 0, lambda: mean.assign(0.9 * mean), lambda: mean.assign_add(kept))
+        kept.assign(weight)
+        return values / mean
+
+    class Keeps(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = kept
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"kept": float(kept.numpy())}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            kept.assign(state["kept"])
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Trainer(overrides=settings(tmp_path, **SETTINGS)) as trainer:
+            model = Plain()
+            model.compile("sgd", loss)
+            trainer.fit(model, data(), callbacks=[Keeps()])
+    (text,) = (str(each.message) for each in said if "checkpoints do not" in str(each.message))
+    assert "the variable 'mean', which updates assign, but which is no attribute" in text
+
+
+def test_variables_of_a_loss_in_a_pipeline_are_named(tmp_path: Path) -> None:
+    words = {"backend__partitions": 1, "trainer__loss_scope": "global", "trainer__epochs": 1}
+    words = settings(tmp_path, backend="pipeline", **SETTINGS, **words)
+    with pytest.warns(UserWarning, match="'Variable', of the loss or an optimizer of a pipeline"):
+        train(words, Scaled)

@@ -27,7 +27,7 @@ from ktrainer.state.nested_logs import LogPath
 from ktrainer.steps import CompiledProgram, StepOptions
 from ktrainer.steps.assertions import error_of_split, explain_assertions
 from ktrainer.steps.compiled_program import on_tensors, trace
-from ktrainer.steps.compiled_step import CompiledStep
+from ktrainer.steps.compiled_step import CompiledStep, graphs_of
 from ktrainer.steps.loss_scope import refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
 from ktrainer.steps.metric_states import require_sums, unadded_metrics
@@ -148,6 +148,10 @@ class ReplicatedProgram(Program):
             counts = batch_counts([local_batch])
             outputs = self._function("predict")(self._on_host(local_batch.batch), *counts)
         return keras.tree.map_structure(local_output, outputs)
+
+    @property
+    def graphs(self) -> list[Any]:
+        return graphs_of([self._functions.get("train")])
 
     def sources(self, kind: Literal["train", "test"]) -> Mapping[LogPath, LogSource | None]:
         return self._logged[kind].sources

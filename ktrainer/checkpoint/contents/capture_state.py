@@ -108,7 +108,7 @@ def capture(
         "history": dict(history or {"epoch": [], "history": {}}),
         "callbacks": states,
         "optimizers": [_describe(optimizer, model) for optimizer in built_optimizers(model)],
-        "stop_training": bool(getattr(model, "stop_training", False)),
+        "stop_training": world.any(bool(getattr(model, "stop_training", False)), "stop of a rank"),
         "world_size": world.size,
         "data_replicas": replicas_of(world)[: len(places)] if places else [],
         **facts,
