@@ -101,7 +101,7 @@ class Trainer(CustomLoop):
         check_consistency(self.world, config=self.config.to_dict(redacted=True))
         self._facts = pretend(self.config, Hardware.detect(self.world))
         self.plan: Plan = make_plan(self.config, self._facts)
-        self.state = TrainState(joining=bool(getattr(self.world, "alone", False)))
+        self.state = TrainState(joining=self.world.alone)
         self._folder = RunFolder()
         self.overruled: tuple[str, ...] = ()
         self._shown: set[str] = set()  # lines of `overruled` of evaluate and predict

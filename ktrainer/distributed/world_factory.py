@@ -13,8 +13,8 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 from ktrainer.config.cluster_environment import ClusterSpec
@@ -25,6 +25,7 @@ from ktrainer.errors import SetupError
 _MPI_SIZE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 _SLURM_SIZE = "SLURM_NTASKS"  # in a step, of that step
 _SLURM_STEP = "SLURM_STEP_ID"
+_TRANSPORTS = "OMPI_MCA_btl"
 
 _current: World | None = None
 
@@ -98,10 +99,26 @@ def _start_mpi_with_the_other_ranks(start_deadline: float) -> None:
         with suppress(OverflowError):  # longer than the handler supports
             faulthandler.dump_traceback_later(start_deadline, file=2, exit=True)
     try:
-        import_module("mpi4py.MPI")
+        with _without_libfabric():
+            import_module("mpi4py.MPI")
     finally:
         if alone:
             faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _without_libfabric() -> Iterator[None]:
+    """Context in which Open MPI, where all ranks are on one host, starts without its transport
+    `ofi`: it looks for networks for a second. `ktrainer run` names the transports itself."""
+    ranks, here = (os.environ.get(f"OMPI_COMM_WORLD_{of}SIZE") for of in ("", "LOCAL_"))
+    if ranks is None or ranks != here or _TRANSPORTS in os.environ:
+        yield
+        return
+    os.environ[_TRANSPORTS] = "^ofi"
+    try:
+        yield
+    finally:
+        del os.environ[_TRANSPORTS]
 
 
 def _started_by_mpi(environ: Mapping[str, str] = os.environ) -> bool:

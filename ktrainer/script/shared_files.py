@@ -124,7 +124,7 @@ def _root_first(trainer: Trainer, original: Callable[..., Any]) -> Callable[...,
     @functools.wraps(original)
     def get(*args: Any, **kwargs: Any) -> Any:
         world = trainer.world
-        if collectives_off() or getattr(world, "alone", False):  # it joins the others later
+        if collectives_off() or world.alone:  # it joins the others later
             return original(*args, **kwargs)
         asked, found = repr((args, kwargs)), list[Any]()
 

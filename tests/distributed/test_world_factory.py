@@ -71,6 +71,23 @@ def test_processes_that_mpi_does_not_connect(environ: dict[str, str], remedy: st
         check_size(1, environ)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "here", "given", "then"),
+    [("2", "2", None, "^ofi"), ("4", "2", None, None), ("2", "2", "self,sm", "self,sm")],
+)
+def test_mpi_looks_for_no_networks_on_one_host(
+    monkeypatch: pytest.MonkeyPatch, ranks: str, here: str, given: str | None, then: str | None
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", ranks)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", here)
+    monkeypatch.delenv("OMPI_MCA_btl", raising=False)
+    if given:
+        monkeypatch.setenv("OMPI_MCA_btl", given)
+    with world_factory._without_libfabric():
+        assert os.environ.get(world_factory._TRANSPORTS) == then
+    assert os.environ.get(world_factory._TRANSPORTS) == given
+
+
 def test_a_copy_that_is_alone_does_not_start(tmp_path: Path) -> None:
     code = "from ktrainer.distributed import open_world; open_world(); print('trains alone')"
     plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "SLURM_"))}
