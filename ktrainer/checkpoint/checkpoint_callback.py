@@ -99,7 +99,7 @@ class Checkpoint(Callback):
         self._saver: BackgroundWriter | None = None
         self._run = ""  # name of this run in its checkpoints, the same over restarts
         self._saved: tuple[int, ...] = ()  # moment of the last save
-        self._restored = 0, 0  # of the checkpoint: its step, and the serial of the newest there was
+        self._restored = 0, 0  # the step restored from, and the newest checkpoint's serial then
 
     # -- events
 
@@ -305,11 +305,11 @@ class Checkpoint(Callback):
         if self.directory is None:
             return None
         entries = Store(self.directory).entries()
-        return next((e for e in entries if e.problem is None and self.is_of_this_run(e)), None)
+        return next((e for e in entries if e.problem is None and self.leads_here(e)), None)
 
-    def is_of_this_run(self, entry: Entry) -> bool:
-        """Return whether a checkpoint is of this run's past: that which it was restored from, or
-        saved since. A run that resumed by a path has older ones of later steps in its folder."""
+    def leads_here(self, entry: Entry) -> bool:
+        """Return whether this run has restored a checkpoint, or saved it since: where it resumed by
+        a path, its folder has older ones of later steps."""
         step, serial = self._restored
         return entry.run == self._run and (entry.serial > serial or entry.step == step)
 
@@ -362,17 +362,22 @@ class Checkpoint(Callback):
         return history
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._best.state_dict(), "run": self._run}
+        return {**self._best.state_dict(), "run": self._run, "restored": [*self._restored]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best.load_state_dict(state)
         self._run = state.get("run", self._run)
+        step, serial = state.get("restored", self._restored)
+        self._restored = int(step), int(serial)
 
     def on_restore(self, progress: Progress) -> None:
         self.every.start(progress)
+        newest = 0
         if self.world.is_root and self.directory is not None:
-            serials = [entry.serial for entry in Store(self.directory).entries()]
-            self._restored = progress.step, max(serials, default=0)
+            newest = max((entry.serial for entry in Store(self.directory).entries()), default=0)
+        # On all ranks: another one may become the first.
+        newest = self.world.broadcast(newest, 0, "newest checkpoint")
+        self._restored = progress.step, newest
 
     def on_heal(self, progress: Progress) -> None:
         self.every.heal(progress)

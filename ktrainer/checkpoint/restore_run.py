@@ -44,7 +44,7 @@ def resume(
     history: Any = None,
     feed: Data | None = None,
     counted: MetricCounts | None = None,
-    among: Callable[[Entry], bool] | None = None,
+    accepts: Callable[[Entry], bool] | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
     tell: bool = True,
 ) -> Progress | None:
@@ -59,7 +59,7 @@ def resume(
         history: a `keras.callbacks.History` to fill; default: the one attached to the model.
         feed: the data whose position is restored; None leaves it unchanged.
         counted: the metric counts of this rank, to be restored.
-        among: with `auto`, which checkpoints count, those that cannot be read apart; None: all.
+        accepts: with `auto`, whether a readable checkpoint may be restored; None: each may.
         check: called with the state before anything is changed; raises, on all ranks alike, if
             it does not fit.
         tell: emit `on_restore` to the callbacks.
@@ -73,7 +73,7 @@ def resume(
     """
     if mode == "never":
         return None
-    arrays, state = _read_on_root(mode, Path(directory), world, among)
+    arrays, state = _read_on_root(mode, Path(directory), world, accepts)
     if state is None:
         return None
     if check is not None:
@@ -100,14 +100,14 @@ def resume(
 
 
 def _read_on_root(
-    mode: str, directory: Path, world: World, among: Callable[[Entry], bool] | None
+    mode: str, directory: Path, world: World, accepts: Callable[[Entry], bool] | None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any] | None]:
     arrays: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {"state": None, "error": None}
     cause: Exception | None = None
     if world.is_root:
         try:
-            chosen = _latest_good(directory, among) if mode == "auto" else _asked_for(Path(mode))
+            chosen = _latest_good(directory, accepts) if mode == "auto" else _asked_for(Path(mode))
             if chosen is not None:
                 arrays, found["state"] = chosen
         except CheckpointError as error:
@@ -135,11 +135,11 @@ def _asked_for(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def _latest_good(
-    directory: Path, among: Callable[[Entry], bool] | None = None
+    directory: Path, accepts: Callable[[Entry], bool] | None = None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
     problems = []
     for entry in Store(directory).entries():
-        if among is not None and entry.problem is None and not among(entry):
+        if accepts is not None and entry.problem is None and not accepts(entry):
             continue  # a checkpoint without a readable manifest may be one of them
         try:
             return read_run(entry.path)

@@ -20,6 +20,7 @@ from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.state import opened
 from ktrainer.errors import ConfigError, ModelError
+from ktrainer.runtime.autograph import rewritten
 
 
 def DistributedOptimizer(
@@ -127,11 +128,12 @@ def _make_apply(reduction: GradientReduction, aggregation: LocalAggregation | No
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         refuse_mixed(self, variables, reduction.local)
+        original = rewritten(type(self).apply)
 
         def update(found: list[Any]) -> None:
             with reducing() as first:
                 found = reduction(found, variables) if first else found
-                type(self).apply(self, found, trainable_variables)
+                original(self, found, trainable_variables)
 
         if aggregation is None:
             update(gradients)

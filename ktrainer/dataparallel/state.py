@@ -15,9 +15,9 @@ from ktrainer.dataparallel.process_sets import ProcessSet, global_process_set
 from ktrainer.dataparallel.rank_group import RankGroup
 from ktrainer.distributed import World, current_world, is_open, open_world
 from ktrainer.errors import DivergenceError, SetupError, WorldError
+from ktrainer.runtime.autograph import keep_from_autograph
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.runtime.symbol_check import check_symbols
-from ktrainer.runtime.tensorflow_setup import keep_from_autograph
 
 if TYPE_CHECKING:
     from ktrainer.distributed.elastic_world import ElasticWorld

@@ -81,7 +81,7 @@ class ElasticRecovery:
         self._table: dict[int, np.ndarray] = {}  # those of all, by stable rank, as last exchanged
         self._joining_policy = JoiningPolicy(world, self._config.world)
         self._facts = _facts_of(run)
-        self._looked = False  # at the variables that an update assigns
+        self._checked = False  # at the variables that an update assigns
 
     def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates to the end; as a joining rank, from where the others are. An update
@@ -158,8 +158,8 @@ class ElasticRecovery:
             counted = [_counted_epoch(progress), float(state.counted.examples)]
             self._mine = np.concatenate([counted, self._counts.row()])
             self._backup.keep()
-        if phase == Phase.UPDATED and not self._looked:
-            self._looked = True
+        if phase == Phase.UPDATED and not self._checked:
+            self._checked = True
             if self.world.is_root:
                 callbacks = self.run.callbacks.callbacks
                 warn_of_unsaved(self.model, state.program.graphs, callbacks)
@@ -261,7 +261,7 @@ class ElasticRecovery:
         return point.order[0]
 
     def _broadcast_attributes(self, donor: int, lags: bool) -> None:
-        """Give a rank that lags the donor's `tf.Variable`s of layers. The other ranks keep theirs,
+        """Give a rank that lags the donor's `attribute_variables`. The other ranks keep theirs,
         and each rank its random generators."""
         named = {n: v for n, v in attribute_variables(self.model) if not v.of_generator}
         values = {name: variable.numpy() for name, variable in named.items()}

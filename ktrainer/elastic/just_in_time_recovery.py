@@ -195,7 +195,8 @@ class JustInTimeRecovery:
         if run is None and self.run.context.config.checkpoint.resume == "auto":
             return store.latest()
         if run is None:
-            run = next((saver.run_facts(0)["run"] for saver in self._savers()), None)
+            found = (saver.latest() for saver in self._savers())
+            return next((entry for entry in found if entry is not None), None)
         good = (entry for entry in store.entries() if entry.problem is None)
         return next((entry for entry in good if entry.run == run), None)
 

@@ -13,8 +13,8 @@ from ktrainer.distributed import SingleWorld, World, current_world, is_open, ope
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError, WorldError
 from ktrainer.modelparallel.settings import Settings, settings_of
+from ktrainer.runtime.autograph import keep_from_autograph
 from ktrainer.runtime.symbol_check import check_symbols
-from ktrainer.runtime.tensorflow_setup import keep_from_autograph
 
 _DEADLINE = "the deadline, with init(config, deadline=SECONDS)"
 

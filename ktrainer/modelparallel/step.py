@@ -18,6 +18,7 @@ from ktrainer.modelparallel.distributed_model import cut, pipeline_config
 from ktrainer.modelparallel.model_call import RUNNER, Backward, Forward
 from ktrainer.modelparallel.split_arguments import split_arguments
 from ktrainer.modelparallel.step_output import StepOutput
+from ktrainer.runtime.autograph import rewritten
 
 
 def step(
@@ -54,9 +55,7 @@ def step(
         parts = split_arguments(
             function, args, kwargs, count, non_split_inputs or (), input_split_axes or {}
         )
-        # Autograph rewrites what a tf.function calls, but not what a thread does.
-        status = tf.__internal__.autograph.control_status_ctx()
-        body = tf.__internal__.autograph.tf_convert(function, status)
+        body = rewritten(function)  # here: AutoGraph does not reach what a thread calls
         calls = [functools.partial(body, *a, **k) for a, k in parts]
         bodies = [Coroutine(functools.partial(_taped, c), "smp.step") for c in calls]
         given = [x for x in tf.nest.flatten([args, kwargs]) if isinstance(x, tf.Tensor)]
@@ -64,7 +63,8 @@ def step(
         axis = None if any((input_split_axes or {}).values()) else 0
         return tf.nest.map_structure(lambda *values: StepOutput(values, axis), *results)
 
-    return tf.autograph.experimental.do_not_convert(run)
+    run.__module__ = __name__  # for AutoGraph, which leaves functions of this package as they are
+    return run
 
 
 def gradients(loss: Any, variables: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.errors import SetupError
+from ktrainer.runtime.autograph import keep_from_autograph
 from ktrainer.runtime.symbol_check import check_symbols
 
 if TYPE_CHECKING:
@@ -14,19 +15,6 @@ REMEDY = (
     'in the checkout of ktrainer, pip install ".[cpu]" for CPUs, or pip install ".[gpu]" for '
     "NVIDIA GPUs"
 )
-
-
-def keep_from_autograph() -> None:
-    """Have AutoGraph call this package's functions as they are.
-
-    A `tf.function` of a user's own rewrites every function that it calls, and compiles it anew:
-    a second at the start of a loop that averages gradients. None of ours branches on tensors.
-    """
-    from tensorflow.python.autograph.core import config as rules
-
-    ours = rules.DoNotConvert("ktrainer")
-    if not any(repr(rule) == repr(ours) for rule in rules.CONVERSION_RULES):
-        rules.CONVERSION_RULES = (ours, *rules.CONVERSION_RULES)
 
 
 _draws: Any = None  # TensorFlow makes new ones with each seed that is set

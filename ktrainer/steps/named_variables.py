@@ -23,10 +23,15 @@ from ktrainer.steps.variable_placement import placement_of
 
 ATTRIBUTE = "attribute/"
 OWN = "of_ktrainer"  # the name of variables that this package makes for an update
+_WITH_STATE = (
+    keras.Loss,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
 # Made eagerly, and while a function is traced.
 _RESOURCE_VARIABLES = (ResourceVariable, UnliftedInitializerVariable)
-# Where TensorFlow, and Keras, have an object's attributes, and its loss, a second time.
-_SECOND_TIME = (
+# Where TensorFlow has an object's attributes, and Keras a model's loss, a second time.
+_ALIASES = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
     "_compile_loss",
@@ -117,8 +122,8 @@ def all_variables(model: Any) -> list[tuple[str, Any]]:
 def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
     """(unique name, variable) of each `tf.Variable`, and of the state of each
     `tf.random.Generator`, that a layer of `model`, its loss or an optimizer has as an attribute, or
-    in a list, dict or `tf.Module` there. Keras does not know of them. The same names in each
-    process.
+    in a list, dict or `tf.Module` there; also Keras' variables and seeds of a loss, or of a
+    schedule. Keras does not know of them. The same names in each process.
 
     None of a model that is cut into stages, where only the stage of a layer has its values, nor
     variables that have a value for each replica.
@@ -135,8 +140,9 @@ def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
         for each in _inside(vars(layer), f"{ATTRIBUTE}{name}"):
             dtype = tf.as_dtype(each.variable.dtype)
             numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
-            if numeric and id(each.variable) not in seen:
-                seen.add(id(each.variable))
+            inner = getattr(each.variable, "_value", each.variable)
+            if numeric and id(inner) not in seen:
+                seen.add(id(inner))
                 found.append(each)
     return list(zip(unique_names([each.path for each in found]), found, strict=True))
 
@@ -148,6 +154,8 @@ def _name_in_any_process(layer: Any) -> str:
 
 
 def _inside(value: Any, path: str, depth: int = 0) -> Iterator[StateVariable]:
+    """Variables and generators that `value` is or has. Those of Keras only of losses, optimizers
+    and schedules: what a layer has besides its weights, as what it remembers, is not of a run."""
     if isinstance(value, tf.Variable):
         if value.synchronization != tf.VariableSynchronization.ON_READ:
             yield StateVariable(path, value)
@@ -157,14 +165,20 @@ def _inside(value: Any, path: str, depth: int = 0) -> Iterator[StateVariable]:
         kinds = (tf.Variable, tf.random.Generator)
         found = value._flatten(predicate=lambda each: isinstance(each, kinds))
         yield from _inside(list(found), path, depth)
-    elif depth < 3 and isinstance(value, (keras.Loss, keras.optimizers.Optimizer)):
-        yield from _inside(vars(value), path, depth)
+    elif depth < 3 and isinstance(value, _WITH_STATE):
+        for name, each in sorted(vars(value).items()):
+            if isinstance(each, keras.random.SeedGenerator):
+                each = each.state
+            if isinstance(each, keras.Variable):
+                yield StateVariable(f"{path}/{name}", each)
+            elif name not in _ALIASES:
+                yield from _inside(each, f"{path}/{name}", depth + 1)
     elif depth < 3 and isinstance(value, (list, tuple)):
         for k, each in enumerate(value):
             yield from _inside(each, f"{path}/{k}", depth + 1)
     elif depth < 3 and isinstance(value, dict):
         for key in sorted(value, key=str):
-            if key not in _SECOND_TIME:
+            if key not in _ALIASES:
                 yield from _inside(value[key], f"{path}/{key}", depth + 1)
 
 

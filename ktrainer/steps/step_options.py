@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
+from ktrainer.runtime.autograph import rewritten
 from ktrainer.steps.update_guard import UpdateGuard
 
 GradientHook = Callable[[list[Any], list[Any]], Sequence[Any]]
@@ -84,7 +85,7 @@ def through_hooks(
     if scale is not None:
         found = [_times(gradient, 1 / scale) for gradient in found]
     for hook in hooks:
-        found = list(hook(found, of))
+        found = list(rewritten(hook)(found, of))
     if not found:
         return []  # a hook has made the update itself
     changed = list(gradients)

@@ -61,6 +61,7 @@ from ktrainer.callbacks.callback_list import CallbackList
 from ktrainer.callbacks.csv_log import cut_logs_of_keras, logs_of_keras_kept
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.checkpoint.contents.capture_state import variables_here
+from ktrainer.checkpoint.contents.plain_attributes import note_attributes
 from ktrainer.data import require_batches, warn_of_short_epochs
 from ktrainer.data.data_digests import batch_facts
 from ktrainer.runtime.devices import accelerator
@@ -175,6 +176,7 @@ class Loop:
         skip_to_epoch(state, first)
         with logs_of_keras_kept(self.callbacks.callbacks):
             self.callbacks.on_train_begin()
+        note_attributes(self.callbacks.callbacks)
         asked = bool(self.model.stop_training)  # by a callback: obeyed after the next update
         with state.times.of("checkpoint"):
             of_another_call = resume_run(self.context, state, self.callbacks)

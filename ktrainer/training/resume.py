@@ -19,6 +19,7 @@ from ktrainer.callbacks.averaged_weights import swap_back
 from ktrainer.callbacks.base import emit
 from ktrainer.checkpoint import resume
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.checkpoint.contents.plain_attributes import attributes_kept
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.data import restore_position
 from ktrainer.distributed.restart_records import run_before
@@ -59,7 +60,7 @@ def resume_run(
         history=state.model.history,
         feed=state.feed if config.checkpoint.iterators else None,
         counted=state.counted,
-        among=None if run is None else lambda entry: entry.run == run,
+        accepts=None if run is None else lambda entry: entry.run == run,
         check=partial(restore_position, state.feed, config),
     )
     if progress is None:
@@ -175,7 +176,8 @@ def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.Callba
     state.program.finish()
     state.program.abandon()
     reason, model, now = state.rollback, state.model, state.progress
-    then = _restore_last(model, world, callbacks)
+    with attributes_kept(callbacks.callbacks):  # else one that asked for this would ask again
+        then = _restore_last(model, world, callbacks)
     if then is None:
         text = f"{reason}, and there is no checkpoint to go back to: training stops"
         state.request_stop(text)
@@ -210,7 +212,7 @@ def _restore_last(
         world=world,
         callbacks=callbacks.callbacks,
         history=object(),  # History keeps its epochs
-        among=savers[which].is_of_this_run,
+        accepts=savers[which].leads_here,
         tell=False,  # the caller does, of the present epoch
     )
 

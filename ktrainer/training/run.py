@@ -14,6 +14,7 @@ import keras
 from ktrainer.callbacks.base import Callback, gradient_hooks, on_rank
 from ktrainer.callbacks.callback_list import CallbackList
 from ktrainer.callbacks.trackers.tracker import import_trackers
+from ktrainer.checkpoint.contents.plain_attributes import note_attributes
 from ktrainer.checkpoint.export.keras_file import save_checkpoints_on_all_ranks
 from ktrainer.data import ShuffleOrder
 from ktrainer.data.rank_consistency import check_consistency, model_facts, without_order
@@ -219,6 +220,7 @@ class Run:
         else:
             for callback in new:
                 callback.on_train_begin()
+        note_attributes(new)
 
     # -- program
 

@@ -80,7 +80,7 @@ def test_a_run_goes_back_to_checkpoints_of_its_own(folder) -> None:
     (run,) = {entry.run for entry in Store(folder).entries()}
     Store(folder).save({"a": np.zeros(1)}, {}, 20, facts={"run": "another"})
     progress = resume(
-        "auto", folder, model=small_model(), world=ALONE, among=lambda entry: entry.run == run
+        "auto", folder, model=small_model(), world=ALONE, accepts=lambda entry: entry.run == run
     )
     assert progress is not None
     assert progress.step == 15
@@ -94,7 +94,7 @@ def test_a_run_goes_back_to_checkpoints_of_its_own(folder) -> None:
             folder,
             model=small_model(),
             world=ALONE,
-            among=lambda entry: entry.run == "another",
+            accepts=lambda entry: entry.run == "another",
         )
 
 

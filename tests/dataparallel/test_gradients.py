@@ -77,6 +77,38 @@ def _distributed(how: str, eager: bool) -> list[np.ndarray]:
         return _train(hvd.rank(), hvd.size(), wrap, eager)
 
 
+def _branching(how: str) -> list[np.ndarray]:
+    """An optimizer of one's own whose Python branch and loop AutoGraph turns into a graph."""
+    import keras
+    import tensorflow as tf
+
+    class Careful(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            scale = tf.constant(0.0, tf.float64)
+            for _ in tf.range(3):
+                scale += 0.1
+            if tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g in grads]):
+                scale *= 2.0
+            super().apply([scale * g for g in grads], trainable_variables)
+
+    def wrap(_: Any) -> Any:
+        if how == "plain":
+            return (lambda tape: tape), Careful(0.1)
+        return (lambda tape: tape), hvd.DistributedOptimizer(Careful(0.1))
+
+    if how == "plain":
+        return _train(0, 1, wrap, eager=False)
+    with started() as hvd:
+        return _train(hvd.rank(), hvd.size(), wrap, eager=False)
+
+
+def test_an_optimizer_that_branches_on_tensors(ranks: Callable[..., Any]) -> None:
+    whole = _branching("plain")
+    for values in ranks(2).run(_branching, "distributed"):
+        for value, expected in zip(values, whole, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("how", ["tape", "optimizer"])
 @pytest.mark.parametrize("eager", [False, more(True)])

@@ -233,6 +233,28 @@ def forward_only() -> tuple[float, float, str]:
         return loss, float(loss_of(y, whole(x))), error
 
 
+def branching() -> tuple[float, float]:
+    """A body that branches on a tensor, inside of a `tf.function`: a loss, and twice that loss."""
+    import tensorflow as tf
+
+    with started(partitions=2, microbatches=2) as smp:
+        model = model_of(smp.DistributedModel, drop=0.0)
+        x, y = (tf.constant(a[0]) for a in data())
+
+        @smp.step(non_split_inputs=["twice"])
+        def evaluate(x: Any, y: Any, twice: Any) -> Any:
+            loss = loss_of(y, model(x))
+            if twice > 0:
+                loss *= 2.0
+            return loss
+
+        @tf.function
+        def traced(twice: Any) -> Any:
+            return evaluate(x, y, twice).reduce_mean()
+
+        return float(traced(tf.constant(0.0))), float(traced(tf.constant(1.0)))
+
+
 def failures() -> dict[str, str]:
     """What goes wrong in a step, and says so; the same on every rank."""
     import threading

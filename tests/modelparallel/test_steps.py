@@ -34,6 +34,11 @@ def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) ->
     assert all(set(found[k]) != set(want) for k in range(2)), "a rank has all variables"
 
 
+def test_a_body_that_branches_on_a_tensor(ranks: Callable[..., Ranks]) -> None:
+    for once, twice in ranks(2).run(helpers.branching):
+        assert twice == pytest.approx(2 * once, rel=1e-12)
+
+
 @pytest.mark.exhaustive
 def test_global_norm_and_own_gradients(ranks: Callable[..., Ranks]) -> None:
     """`tf.clip_by_global_norm` in the script counts all stages; `smp.gradients`; three stages."""

@@ -84,11 +84,15 @@ class Scaled(keras.losses.SparseCategoricalCrossentropy):
     def __init__(self) -> None:
         super().__init__(from_logits=True)
         self.means = [tf.Variable(1.0, aggregation=tf.VariableAggregation.MEAN)]
+        self.noise = keras.random.SeedGenerator(3)
+        self.made = keras.Variable(0.0, trainable=False)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)
         self.means[0].assign(0.9 * self.means[0] + 0.1 * tf.reduce_mean(values))
-        return values / self.means[0]
+        self.made.assign(self.made + 1.0)
+        noise = keras.random.uniform((), 0.5, 1.5, seed=self.noise)
+        return noise * values / (self.means[0] + 0.1 * self.made)
 
 
 class Growing(keras.optimizers.SGD):
@@ -139,11 +143,14 @@ def test_they_continue_where_they_were(tmp_path: Path) -> None:
     assert whole[COUNT] == 30
 
 
-@pytest.mark.parametrize("more", [{}, {"backend__strategy": "mirrored"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"backend__strategy": "mirrored"}, {"backend__strategy": "central_storage"}]
+)
 def test_a_loss_and_an_optimizer_continue(tmp_path: Path, more: dict[str, str]) -> None:
     words = {"backend": "tf_distribute", **more} if more else {}
     whole, parts = in_parts(str(tmp_path), Scaled, **words)
     assert parts == whole
+    assert whole["attribute/alternating/loss/made"] == 30
     assert whole["attribute/alternating/optimizer/made"] == pytest.approx(3)
     assert whole["attribute/alternating/loss/means/0"] != 1
 
@@ -246,7 +253,7 @@ def test_a_variable_that_no_checkpoint_holds_is_named_once(tmp_path: Path) -> No
             model.compile("sgd", loss)
             trainer.fit(model, data(), callbacks=[Keeps()])
     (text,) = (str(each.message) for each in said if "checkpoints do not" in str(each.message))
-    assert "the variable 'mean', which updates assign, but which is no attribute" in text
+    assert "the variable 'mean', which updates assign, and no layer, loss" in text
 
 
 def test_variables_of_a_loss_in_a_pipeline_are_named(tmp_path: Path) -> None:

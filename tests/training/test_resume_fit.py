@@ -600,3 +600,67 @@ def test_another_seed_of_the_order_is_refused_inside_an_epoch(tmp_path: Path) ->
     run(3, trainer__max_steps=2)
     with pytest.raises(CheckpointError, match=r"seed: 3 then, 4 now"):
         run(4)
+
+
+class StopsAtLeastLoss(keras.callbacks.Callback):
+    """As Keras' guide has it, with counters: a loss above the least one for two epochs stops it."""
+
+    calls = 0
+
+    def __init__(self, patience: int) -> None:
+        super().__init__()
+        self.patience, self.best_weights = patience, None
+        self.losses: dict[str, list[float]] = {"all": []}
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.wait, self.best = 0, np.inf
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.calls += 1
+        self.model.optimizer.learning_rate = 0.2 * (1 + self.calls % 7)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses["all"].append(logs["loss"])
+        if logs["loss"] < self.best:
+            self.best, self.wait, self.best_weights = logs["loss"], 0, self.model.get_weights()
+        else:
+            self.wait += 1
+        if self.wait == self.patience:
+            self.model.stop_training = True
+            self.model.set_weights(self.best_weights)
+
+
+@pytest.mark.parametrize("end", [8, 13, 20])
+def test_what_a_callback_counts_without_state_dict_resumes(tmp_path: Path, end: int) -> None:
+    made: list[StopsAtLeastLoss] = []
+
+    def run(name: str, patience: int = 2, **limits: Any) -> Any:
+        def callbacks() -> list[Any]:
+            made.append(StopsAtLeastLoss(patience))
+            return [made[-1]]
+
+        more = {"trainer__accumulate": 1, "trainer__epochs": 6, **limits}
+        return train(settings(tmp_path / name, **more), callbacks, plain_rate)
+
+    whole = run("whole")
+    run("parts", patience=5, trainer__max_steps=end)
+    assert run("parts") == whole
+    first, again = made[0], made[-1]
+    assert (again.calls, again.wait, again.best) == (first.calls, first.wait, first.best)
+    assert (again.losses, again.patience) == (first.losses, 2)
+    for one, two in zip(again.best_weights, first.best_weights, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_what_a_callback_keeps_in_other_ways_is_named(tmp_path: Path) -> None:
+    class Keeps(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts, self.seen, self.table = np.zeros(3), set(), np.ones(2)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.counts[epoch % 3] += 1
+            self.seen.add(epoch)
+
+    with pytest.warns(UserWarning, match=r"Keeps\.counts, seen: of what a callback changes"):
+        train(settings(tmp_path, trainer__accumulate=1), lambda: [Keeps()], plain_rate)

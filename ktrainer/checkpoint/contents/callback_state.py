@@ -1,5 +1,5 @@
-"""States of callbacks: what `state_dict` returns, and of Keras' classes, and those derived from
-them, the attributes in a table."""
+"""States of callbacks: what `state_dict` returns; of Keras' classes, and those derived from them,
+the attributes in a table; of a user's own without `state_dict`, `plain_attributes`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ import keras
 import numpy as np
 
 from ktrainer.callbacks.csv_log import LOG_END, log_end
+from ktrainer.checkpoint.contents.plain_attributes import (
+    changed_attributes,
+    has_plain_state,
+    may_hold_weights,
+    set_attributes,
+    weight_lists,
+)
 from ktrainer.steps.variable_placement import placement_of
 
 _SEEN = ("_batches_seen_since_last_saving", "_last_batch_seen")
@@ -44,14 +51,17 @@ def callback_states(
     for name, callback in _named(callbacks):
         state = dict(callback.state_dict()) if hasattr(callback, "state_dict") else {}
         attributes, weights = _attributes(callback), {}
-        for attribute in _listed(callback, _WEIGHTS):
+        # Of a model that is cut into stages, what a user's callback has is not of its weights.
+        lists = weight_lists(callback, model) if saved is None else []
+        for attribute in [*_listed(callback, _WEIGHTS), *lists]:
             value = getattr(callback, attribute, None)
             if value is not None:
                 weights[attribute] = len(value)
                 for k, array in enumerate(value):
                     if saved is None or saved[k]:
                         arrays[_array_name(len(states), attribute, k)] = np.asarray(array)
-        if state or attributes or weights:
+        # Those of a user's may differ between ranks; the place of a state names its arrays.
+        if state or attributes or weights or has_plain_state(callback):
             kept = {"state": state, "attributes": attributes, "weights": weights}
             states.append({"callback": name, **kept})
     return states, arrays
@@ -93,7 +103,8 @@ def load_callback_states(
         if callback is None:
             continue
         _load(callback, saved)
-        for attribute in _listed(callback, _WEIGHTS):
+        own = [name for name in saved["weights"] if may_hold_weights(callback, name)]
+        for attribute in [*_listed(callback, _WEIGHTS), *own]:
             names = [
                 _array_name(i, attribute, k) for k in range(saved["weights"].get(attribute, 0))
             ]
@@ -165,7 +176,8 @@ def _attributes(callback: Any) -> dict[str, Any]:
     found = {name: _number(value) for name, value in values.items() if _is_number(value)}
     # Of all ranks, as the place of a state in the list names its arrays.
     is_log = isinstance(callback, keras.callbacks.CSVLogger)
-    return found | ({LOG_END: log_end(callback)} if is_log else {})
+    found |= {LOG_END: log_end(callback)} if is_log else {}
+    return {**changed_attributes(callback), **found}
 
 
 def _is_number(value: Any) -> bool:
@@ -185,7 +197,9 @@ def _number(value: Any) -> Any:
 def _load(callback: Any, saved: Mapping[str, Any]) -> None:
     known = _listed(callback, _ATTRIBUTES)
     # Checkpoints of earlier versions have the attributes as the state.
-    for name, value in saved.get("attributes", saved["state"]).items():
+    attributes = saved.get("attributes", saved["state"])
+    set_attributes(callback, {n: v for n, v in attributes.items() if n not in known})
+    for name, value in attributes.items():
         if name in known:  # a checkpoint is untrusted: only known attributes may be set
             with suppress(AttributeError):  # a user's class may compute it
                 setattr(callback, name, value)

@@ -82,8 +82,8 @@ def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:
     if any(every) and world.is_root:
         said = dict.fromkeys(problem for each in every for problem in each)
         warnings.warn(
-            "a tf.Variable or tf.random.Generator that is an attribute of a layer is not restored, "
-            f"and begins as the script makes it: {'; '.join(said)}",
+            "a tf.Variable or tf.random.Generator that is an attribute of a layer, the loss or an "
+            f"optimizer is not restored, and begins as the script makes it: {'; '.join(said)}",
             stacklevel=4,
         )
     return [(v, key) for v, key in pairs if _differs(v, saved[key]) is None]

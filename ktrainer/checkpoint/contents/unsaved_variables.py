@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import keras
 import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
@@ -16,53 +18,67 @@ from ktrainer.steps.named_variables import OWN, variables_in
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.variable_placement import placement_of
 
-_looked_at: WeakSet[Any] = WeakSet()  # graphs
-_named: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # by model
+_checked: WeakSet[Any] = WeakSet()  # graphs
+_warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # names of variables, by model
 
 
 def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any]) -> None:
-    """Warn of variables that a resumed run would begin with as the script makes them; of each once.
+    """Warn, once of each, of variables that updates assign and checkpoints do not hold.
 
     Args:
         graphs: of the compiled functions of an update. Of a model that is cut into stages what its
             loss and optimizers have is named, whether or not it is assigned.
-        callbacks: those that keep a state of their own keep their variables, too.
+        callbacks: those that have a `state_dict` keep their variables themselves.
     """
-    new = [graph for graph in graphs if graph not in _looked_at]
-    _looked_at.update(new)
     if placement_of(model) is None:
-        held = _held(model, callbacks)
+        new = [graph for graph in graphs if graph not in _checked]
+        _checked.update(new)
+        held = _held(model, callbacks) if new else set()
         found = [v for graph in new for v in _assigned(graph) if id(v) not in held]
-        names = {v.name for v in found if OWN not in v.name}
-        what = (
-            "which updates assign, but which is no attribute of a layer, the loss or an optimizer"
-        )
-        remedy = "Make it one"
+        names = {_name_of(v) for v in found if OWN not in v.name}
+        what = "which updates assign, and no layer, loss or optimizer has among its attributes"
+        remedy = "Make it an attribute of one"
     else:
-        parts = (getattr(model, "loss", None), *optimizers_of(model))
-        names = {v.name for part in parts for v in variables_in(part)}
+        optimizers = optimizers_of(model)
+        held = {id(v) for optimizer in optimizers for v in optimizer.variables}
+        parts = (getattr(model, "loss", None), *optimizers)
+        found = [v for part in parts for v in variables_in(part) if id(v) not in held]
+        names = {_name_of(v) for v in found}
         what = "of the loss or an optimizer of a pipeline"
         remedy = "Make it with `add_weight(trainable=False)` in a layer"
-    named = _named.setdefault(model, set())
-    for name in sorted(names - named):
+    warned = _warned.setdefault(model, set())
+    for name in sorted(names - warned):
         warnings.warn(
-            f"checkpoints do not hold the variable {name.partition(':')[0]!r}, {what}: a run that "
-            f"resumes, and a rank that joins, begin with its initial value. {remedy}, or save it "
-            "in the `state_dict` of a callback",
+            f"checkpoints do not hold the variable {name!r}, {what}: a run that resumes, and a "
+            f"rank that joins, begin with its initial value. {remedy}, or save it in the "
+            "`state_dict` of a callback",
             stacklevel=4,
         )
-    named |= names
+    warned |= names
+
+
+def _name_of(variable: tf.Variable) -> str:
+    """Its name, without the number of a replica."""
+    return re.sub(r"/replica_\d+$", "", variable.name.partition(":")[0])
 
 
 def _held(model: Any, callbacks: Iterable[Any]) -> set[int]:
-    """Ids of the TensorFlow variables whose values checkpoints hold."""
+    """Ids of the TensorFlow variables whose values checkpoints hold, or need not hold: means of a
+    model's own metrics, and what recurrent layers remember."""
     held = [*(v for _, v in variables_here(model)), *model.metrics_variables]
+    for name in ("_loss_tracker", "_compile_metrics", "_compile_loss"):
+        held += list(getattr(getattr(model, name, None), "variables", ()))
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            held += variables_in(getattr(layer, "states", None))
     for callback in callbacks:
         if overrides(callback, "state_dict"):
             held += variables_in(vars(callback))
-    values = [getattr(v, "_value", getattr(v, "variable", v)) for v in held]
-    parts = [part for value in values for part in getattr(value, "values", ())]
-    return {id(each) for each in (*values, *parts)}
+            held += [v for v in vars(callback).values() if isinstance(v, keras.Variable)]
+    found = [getattr(v, "variable", v) for v in held]  # of a StateVariable
+    found = [getattr(v, "_value", v) for v in found]  # of a Keras variable
+    found = [getattr(v, "_v", v) for v in found]  # of a tf.distribute strategy
+    return {id(each) for v in found for each in (v, *getattr(v, "values", ()))}
 
 
 def _assigned(graph: Any) -> list[tf.Variable]:
@@ -72,4 +88,7 @@ def _assigned(graph: Any) -> list[tf.Variable]:
         if any(tensor.dtype == tf.resource for tensor in operation.inputs):
             written |= {id(tensor) for tensor in get_read_write_resource_inputs(operation)[1]}
     handles = {id(outside) for outside, inside in graph.captures if id(inside) in written}
-    return [v for v in graph.variables if id(v.handle) in handles]
+    try:
+        return [v for v in graph.variables if id(v.handle) in handles]
+    except AssertionError:  # one of them is gone, so it was no state
+        return []
