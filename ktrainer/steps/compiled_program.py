@@ -238,6 +238,8 @@ class CompiledProgram(Program):
     def _traced(self, step: Callable[..., Any], kind: str, padding: bool) -> Callable[..., Any]:
         hooks = self.options.all_hooks()
         guard = self.options.guard if kind == "train" else None
+        if kind == "predict" and self.collectives is not None:
+            return self._predicting(step)
         if kind == "predict" or (self.collectives is None and not hooks and guard is None):
             return lambda batch, weight: step(batch)
         logged = self._logged[kind]
@@ -265,6 +267,17 @@ class CompiledProgram(Program):
             return logs
 
         return distributed
+
+    def _predicting(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """A step of prediction that draws other random numbers on each rank."""
+
+        def predict(batch: Any, weight: tf.Tensor) -> Any:
+            rows, uniform = rows_of(batch), is_uniform(batch)
+            context = self.context_type(weight, None, self.rank, uniform=uniform, rows=rows)
+            with keras_patches(context):
+                return step(batch)
+
+        return predict
 
     def _context(
         self, batch: Any, weight: tf.Tensor, hooks: tuple[GradientHook, ...]

@@ -42,7 +42,8 @@ def adds_up(metric: Any) -> bool:
         return bool(declared)
     own = metric._variables
     known = _of_known_family(metric) and all(v.name in _ADDITIVE for v in own)
-    return all(adds_up(part) for part in metric._metrics) and (known or not own)
+    of_parts = bool(metric._metrics) and not own
+    return all(adds_up(part) for part in metric._metrics) and (known or of_parts)
 
 
 def _of_known_family(metric: Any) -> bool:

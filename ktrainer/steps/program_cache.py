@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from ktrainer.errors import ModelError
 from ktrainer.steps.program_interface import Program
 from ktrainer.steps.step_options import StepOptions
 
@@ -45,7 +46,7 @@ def cached_program(
     """
     # With the model, past Keras' tracking: they live as long as it does.
     programs = vars(model).setdefault(_ATTRIBUTE, _ProgramCache())
-    state = [*owner, *_compile_state(model)]
+    state = [*owner, *compile_state(model)]
     known = [entry for entry in programs.known if _same(entry[0], state)]
     fitting = [e for e in known if any_options or e[1] == options]
     if fitting:
@@ -85,7 +86,25 @@ def warn_of_frozen_layers(program: Program) -> None:
         )
 
 
-def _compile_state(model: keras.Model) -> list[Any]:
+def check_not_compiled_again(model: keras.Model, before: list[Any]) -> None:
+    """Refuse a model that a callback has compiled inside of `fit`.
+
+    Args:
+        before: its `compile_state` as `fit` began.
+
+    Raises:
+        ModelError: the step would go on as it was, and a run that resumes would not.
+    """
+    if not _same(before, compile_state(model)):
+        raise ModelError(
+            "a callback has called model.compile, or given the optimizer another schedule, inside "
+            "of fit, whose compiled step goes on as it was. End this fit (set "
+            "self.model.stop_training = True), then call model.compile and fit again, with "
+            "initial_epoch"
+        )
+
+
+def compile_state(model: keras.Model) -> list[Any]:
     """Objects that are others once the model was compiled again, or has another schedule."""
     optimizer = getattr(model, "optimizer", None)
     inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -8,6 +8,7 @@ stage 0. Replacements for functions of Keras and TensorFlow; see
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ from ktrainer.steps.step_context import StepContext
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
 _STAGE_STRIDE = 0x45D9F3B5  # added to the other half of a seed than ranks' offsets
 _OPS_OF_STAGE = 4096  # the seeds of a stage's operations, which TensorFlow counts
+_STATEFUL = re.compile(
+    "Random(?!.*Dataset)|TruncatedNormal|Multinomial|CandidateSampler|SampleDistorted"
+)
 _SEEDS = 2**31 - 1  # TensorFlow takes the seeds of operations modulo this
 
 
@@ -83,3 +87,14 @@ def _is_for_examples(context: StepContext, shape: tf.TensorShape) -> bool:
         return True
     rows = context.rows if context.rows is not None else context.rows_of_draws
     return bool(shape.rank) and rows is not None and shape[0] == tf.get_static_value(rows)
+
+
+def draws_by_count(graph: Any) -> bool:
+    """Return whether operations of a graph, or of the functions that it calls, are random and
+    stateful, as `tf.random.normal` is: their numbers depend on how often they ran in it."""
+    graph = graph.as_graph_def()
+    functions = [node for function in graph.library.function for node in function.node_def]
+    return any(
+        _STATEFUL.search(node.op) and "Stateless" not in node.op
+        for node in [*graph.node, *functions]
+    )

@@ -7,7 +7,6 @@ as those of the step that runs alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
@@ -19,11 +18,8 @@ import tensorflow as tf
 from ktrainer.state.nested_logs import flatten_paths, losses_of
 from ktrainer.steps.compiled_step import CompiledStep
 from ktrainer.steps.program_interface import LocalBatchLike
+from ktrainer.steps.random_numbers import draws_by_count
 
-# Their numbers depend on the graph that they are compiled in, and on how often they ran in it.
-_STATEFUL_RANDOM = re.compile(
-    "Random(?!.*Dataset)|TruncatedNormal|Multinomial|CandidateSampler|SampleDistorted"
-)
 _known: WeakKeyDictionary[CompiledStep, bool] = WeakKeyDictionary()  # whether it can be compiled
 
 
@@ -148,12 +144,7 @@ def can_loop(step: Callable[..., Any], all_logs: bool = False) -> TypeGuard[Comp
 
 def _can_loop(step: CompiledStep) -> bool:
     leaves = tf.nest.flatten((step.specs, step.trace.structured_outputs))
-    graph = step.trace.graph.as_graph_def()
-    functions = [node for function in graph.library.function for node in function.node_def]
-    return all(map(_is_dense, leaves)) and not any(
-        _STATEFUL_RANDOM.search(node.op) and "Stateless" not in node.op
-        for node in [*graph.node, *functions]
-    )
+    return all(map(_is_dense, leaves)) and not draws_by_count(step.trace.graph)
 
 
 def _logs_stack(step: CompiledStep) -> bool:

@@ -70,6 +70,7 @@ from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.state.progress import Phase, Progress
 from ktrainer.state.time_shares import COMMUNICATION, START
+from ktrainer.steps.program_cache import check_not_compiled_again, compile_state
 from ktrainer.steps.step_helpers import unmoved
 from ktrainer.training.evaluation import Validation, logs_so_far
 from ktrainer.training.preemption import (
@@ -164,6 +165,7 @@ class Loop:
         self._earlier_logs: list[Any] = []  # of its updates but the last, for `_catching_up`
         self._started = 0.0
         self._end_due = False  # an epoch's end, though there is nothing left to train on
+        self._compiled = compile_state(state.model)
         self._pending_logs: Any = None  # of an update that callbacks have not heard of
         self._first_call = True
 
@@ -365,6 +367,7 @@ class Loop:
             swapped_as_before(ours if begun else []),
         ):
             self.callbacks.on_epoch_begin(epoch)  # which broadcasts the variables
+        check_not_compiled_again(self.model, self._compiled)
         progress.begun = True
         self.program.shared_variables = len(self.model.variables)
 

@@ -44,6 +44,8 @@ def _differences(model: keras.Model, feed: Feed, split: Split, facts: UpdateFact
                 f"unlike one process: what a layer assigns to {_list(facts.assigned)} is assigned "
                 "in each microbatch"
             )
+        if split.microbatches > 1 and (kind := _own_update(model)):
+            yield f"unlike one process: {kind} gets the gradients of one stage at a time"
         rounding_only = [*facts.rounding_only]
         if split.microbatches == 1:
             rounding_only += _biases_before_normalization(model)
@@ -77,6 +79,17 @@ def _of_local_batches(model: keras.Model, split: Split) -> Iterator[str]:
         )
     if drawing := [each.path or each.name for each in layers if _draws(each)]:
         yield f"unlike one process: {_list(drawing)} draws random numbers for each local batch"
+
+
+def _own_update(model: keras.Model) -> str:
+    """The method of a user's optimizer that is given all gradients at once; empty: it has none."""
+    optimizer = getattr(model, "optimizer", None)
+    plain = getattr(optimizer, "inner_optimizer", optimizer)
+    for kind in type(plain).__mro__:
+        for name in ("apply", "apply_gradients", "_backend_apply_gradients"):
+            if name in vars(kind) and not kind.__module__.startswith("keras."):
+                return f"{kind.__name__}.{name}"
+    return ""
 
 
 def _normalises(layer: Any) -> bool:

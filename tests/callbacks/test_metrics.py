@@ -242,6 +242,40 @@ def test_states_that_a_metric_assigns_itself_are_summed_over_ranks_with_a_warnin
         assert all("state_adds_up" in text for text in messages)
 
 
+class Listed(keras.metrics.Metric):
+    """A mean of its own, of which Keras knows no variable."""
+
+    def __init__(self, name: str = "listed") -> None:
+        super().__init__(name=name)
+        self.seen: list[float] = []
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.seen += list(map(float, y_pred))
+
+    def result(self) -> Any:
+        return float(np.mean(self.seen))
+
+
+def _listed() -> tuple[dict[str, Any], list[str]]:
+    here = distributed.current_world()
+    metrics = [keras.metrics.Mean(name="loss"), Listed()]
+    metrics[0].update_state(here.rank, sample_weight=1 + here.rank)
+    metrics[1].update_state(None, [10.0 * here.rank] * (1 + here.rank))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        results = global_results(metrics, here)
+    return results, [str(each.message) for each in caught]
+
+
+def test_a_metric_without_variables_is_averaged_over_ranks(ranks) -> None:
+    assert not adds_up(Listed())
+    for results, messages in ranks(2).run(_listed):
+        assert results["listed"] == pytest.approx(2 / 3 * 10)
+        (message,) = messages
+        assert "listed" in message
+        assert "state_adds_up" in message
+
+
 def _unknown_metric() -> tuple[dict[str, Any], list[str]]:
     here = distributed.current_world()
     metrics = [keras.metrics.Mean(name="loss"), LastValue(name="unknown"), FromParts()]

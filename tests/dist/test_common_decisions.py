@@ -244,6 +244,34 @@ def test_predictions_come_in_the_order_of_the_data(ranks: Callable[..., Any]) ->
             np.testing.assert_array_equal(predicted, expected)
 
 
+def _noise() -> Any:
+    import keras
+    import tensorflow as tf
+
+    class Noise(keras.layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeds = keras.random.SeedGenerator(1)
+
+        def call(self, x: Any) -> Any:
+            kinds = [
+                keras.random.normal(tf.shape(x), seed=self.seeds),
+                tf.random.normal(tf.shape(x)),
+            ]
+            return tf.concat([x, *kinds], -1)
+
+    model = keras.Sequential([keras.Input((1,)), Noise()])
+    with make_trainer() as trainer:
+        return trainer.predict(model, np.zeros((24, 1)), batch_size=8)
+
+
+def test_ranks_predict_with_noise_of_their_own(ranks: Callable[..., Any]) -> None:
+    one, other = ranks(2).run(_noise)
+    np.testing.assert_array_equal(one, other)
+    for column in (1, 2):
+        assert len(np.unique(one[:, column])) == 24
+
+
 def _synchronized_under_xla() -> None:
     import keras
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from ktrainer import Callback, DataError, Trainer
+from ktrainer import Callback, DataError, ModelError, Trainer
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.training.updates_per_call import UpdatesPerCall
 from tests.small import BATCH, ROWS, Watch, build, close, data, fit, trainer, watch
@@ -244,3 +244,19 @@ def test_metrics_with_several_numbers_are_in_the_history() -> None:
         found = trainer.fit(model, (x, y)).history
     assert set(found) == set(expected)
     np.testing.assert_allclose(found["f1"], expected["f1"], rtol=1e-6)
+
+
+class CompilesAgain(keras.callbacks.Callback):
+    """Trains slower from the second epoch on, as recipes for fine-tuning do."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self.model.compile(keras.optimizers.SGD(0.001), "mse")
+            self.model.make_train_function(force=True)
+
+
+def test_a_model_that_a_callback_compiles_again_is_refused() -> None:
+    with trainer([CompilesAgain()], trainer__epochs=3) as it:
+        with pytest.raises(ModelError, match=r"a callback has called model\.compile"):
+            it.fit(build(), data())
+        assert it.progress.step == 6

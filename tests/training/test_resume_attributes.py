@@ -259,5 +259,23 @@ def test_a_variable_that_no_checkpoint_holds_is_named_once(tmp_path: Path) -> No
 def test_variables_of_a_loss_in_a_pipeline_are_named(tmp_path: Path) -> None:
     words = {"backend__partitions": 1, "trainer__loss_scope": "global", "trainer__epochs": 1}
     words = settings(tmp_path, backend="pipeline", **SETTINGS, **words)
-    with pytest.warns(UserWarning, match="'Variable', of the loss or an optimizer of a pipeline"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         train(words, Scaled)
+    texts = [str(each.message) for each in said if "of a pipeline" in str(each.message)]
+    names = ("'Variable'", "'seed_generator_state'", "'variable'")
+    assert [sum(name in text for text in texts) for name in names] == [1, 1, 1]
+
+
+def test_draws_that_no_checkpoint_counts_are_named_once(tmp_path: Path) -> None:
+    class Noise(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.cond(tf.size(x) > 0, lambda: x + tf.random.normal(tf.shape(x)), lambda: x)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Trainer(overrides=settings(tmp_path, **SETTINGS)) as trainer:
+            model = keras.Sequential([keras.Input((6,)), Noise(), keras.layers.Dense(3)])
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            trainer.fit(model, data())
+    assert sum("random numbers with tf.random" in str(each.message) for each in said) == 1

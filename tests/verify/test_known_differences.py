@@ -248,6 +248,28 @@ def test_nothing_synchronizes_the_microbatches_of_a_stage(microbatches: int) -> 
     assert ["together (BatchNormalization)" in line for line in said] == [True] * (microbatches - 1)
 
 
+def test_an_update_of_the_users_own_sees_one_stage() -> None:
+    import keras
+
+    from ktrainer.verify.first_update_check import UpdateFacts
+    from ktrainer.verify.known_differences import known_differences
+    from ktrainer.verify.update_split import Split
+
+    class Clips(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply(grads, trainable_variables)
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    feed: Any = SimpleNamespace(num_batches=3)
+    line = "unlike one process: Clips.apply gets the gradients of one stage at a time"
+    for optimizer in (Clips(), keras.optimizers.LossScaleOptimizer(Clips()), "sgd"):
+        model.compile(optimizer, "mse")
+        for microbatches in (1, 2):
+            split = Split(replicas=2, microbatches=microbatches)
+            said = list(known_differences(model, feed, split, UpdateFacts()))
+            assert (line in said) == (microbatches > 1 and optimizer != "sgd")
+
+
 def _normalized(build: Callable[[Any, Any], Any], optimizer: str = "adam") -> list[str]:
     """What is said of `build(inputs, normalize)`, the normalization being a synchronized one."""
     import keras

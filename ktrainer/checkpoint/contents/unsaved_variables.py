@@ -1,4 +1,4 @@
-"""Variables that updates assign, but that no checkpoint holds and no joining rank gets."""
+"""What updates depend on, but no checkpoint holds and no joining rank gets: variables, draws."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from ktrainer.callbacks.base import overrides
 from ktrainer.checkpoint.contents.capture_state import variables_here
 from ktrainer.steps.named_variables import OWN, variables_in
 from ktrainer.steps.optimizers import optimizers_of
+from ktrainer.steps.random_numbers import draws_by_count
 from ktrainer.steps.variable_placement import placement_of
 
+_DRAWS = "tf.random"
 _checked: WeakSet[Any] = WeakSet()  # graphs
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # names of variables, by model
 
 
 def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any]) -> None:
-    """Warn, once of each, of variables that updates assign and checkpoints do not hold.
+    """Warn, once of each, of variables that updates assign and checkpoints do not hold; also of
+    draws of `tf.random`.
 
     Args:
         graphs: of the compiled functions of an update. Of a model that is cut into stages what its
@@ -33,6 +36,8 @@ def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any])
     if placement_of(model) is None:
         new = [graph for graph in graphs if graph not in _checked]
         _checked.update(new)
+        if any(map(draws_by_count, new)):
+            _warn_of_draws(model)
         held = _held(model, callbacks) if new else set()
         found = [v for graph in new for v in _assigned(graph) if id(v) not in held]
         names = {_name_of(v) for v in found if OWN not in v.name}
@@ -55,6 +60,18 @@ def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any])
             stacklevel=4,
         )
     warned |= names
+
+
+def _warn_of_draws(model: Any) -> None:
+    warned = _warned.setdefault(model, set())
+    if _DRAWS not in warned:
+        warned.add(_DRAWS)
+        warnings.warn(
+            "updates draw random numbers with tf.random, and checkpoints do not hold how many: a "
+            "run that resumes begins with those of the first update again. Draw with keras.random "
+            "and a keras.random.SeedGenerator of a layer",
+            stacklevel=4,
+        )
 
 
 def _name_of(variable: tf.Variable) -> str:
