@@ -39,13 +39,13 @@ keras.src.trainers.trainer
     Trainer._flatten_metrics_in_order(self, logs)
         script, trainer: called; the order of the values that `evaluate` returns
     Trainer()._compile_loss
-        steps, pipeline, verify: read; a model that is compiled again gets a new program
+        steps, pipeline, verify, checkpoint: read; a model that is compiled again gets a new program
     Trainer()._compile_config
         steps: read; a model that is compiled again gets a new program
     Trainer()._compile_metrics
-        steps, verify: read; a model that is compiled again gets a new program; compiled metrics
+        steps, verify, checkpoint: read; a model compiled again gets a new program; its metrics
     Trainer()._loss_tracker
-        pipeline: read; the metric that counts the loss
+        pipeline, checkpoint: read; the metric that counts the loss
     Trainer()._initial_epoch
         training: read, set; the epoch where BackupAndRestore continues
 keras.src.backend.tensorflow.trainer
@@ -247,6 +247,8 @@ keras.src.optimizers.base_optimizer
         script: replaced; refused in a loop of the script's own
     BaseOptimizer._backend_apply_gradients(self, grads, trainable_variables)
         pipeline: replaced; the variables that have gradients
+    BaseOptimizer._backend_apply_gradients(self, grads, trainable_variables)
+        verify: looked up; an optimizer of a user's own that is given all gradients
     BaseOptimizer.add_variable_from_reference(self, reference_variable, name, initializer)
         pipeline: called; the weight that a slot belongs to
     BaseOptimizer._get_current_learning_rate(self)
@@ -573,6 +575,9 @@ tensorflow.python.autograph.core.ag_ctx
         steps: called; has the branches of what such a function calls turned into graphs too
     Status
         steps: read; has the branches of what such a function calls turned into graphs too
+tensorflow.python.distribute.ps_values
+    AggregatingVariable()._v
+        checkpoint: read; the variable that graphs know, of a strategy's
 tensorflow.python.framework.auto_control_deps_utils
     get_read_write_resource_inputs(op)
         checkpoint: called; the variables that an update assigns
