@@ -5,6 +5,8 @@ Events used: `on_train_begin`, `on_step_end`, `on_epoch_end` and `on_restore`.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +19,12 @@ from ktrainer.errors import DivergenceError
 from ktrainer.state.durations import Duration, Every
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import model_variables, view_of
+from ktrainer.steps.named_variables import (
+    ATTRIBUTE,
+    attribute_variables,
+    model_variables,
+    view_of,
+)
 from ktrainer.steps.variable_placement import placement_of
 
 
@@ -40,6 +47,7 @@ class Audit(Callback):
         super().__init__()
         self.every = Every(every)
         self._own_world = world
+        self._warned: set[str] = set()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
@@ -72,8 +80,27 @@ class Audit(Callback):
             placement = placement_of(self.model)
             if placement is None:
                 audit(world, arrays)
+                self._warn_of_own_values(world)
             else:
                 _audit_copies(world, placement.copies, arrays)
+
+    def _warn_of_own_values(self, world: World) -> None:
+        """Warn, once of each, of variables that no step makes equal: TensorFlow's own of layers,
+        and those of losses."""
+        own = ((n, v) for n, v in attribute_variables(self.model) if not v.of_generator)
+        here = {(name, zlib.crc32(view_of(v.variable).tobytes())) for name, v in own}
+        every = world.allgather(here, "audit of variables that are no weights")
+        differ = {name for name, _ in set.union(*every) - set.intersection(*every)} - self._warned
+        self._warned |= differ
+        if differ and world.is_root:
+            names = ", ".join(sorted(name.removeprefix(ATTRIBUTE) for name in differ))
+            warnings.warn(
+                f"ranks have different values of {names}: what a step assigns to a tf.Variable, or "
+                "to a variable of a loss, is each rank's own, so training may differ from that of "
+                "one process. Make it with add_weight(trainable=False) in a layer, whose values "
+                "are averaged",
+                stacklevel=4,
+            )
 
 
 def _audit_copies(world: World, copies: World, arrays: Mapping[str, np.ndarray]) -> None:

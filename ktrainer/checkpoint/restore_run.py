@@ -46,7 +46,7 @@ def resume(
     counted: MetricCounts | None = None,
     accepts: Callable[[Entry], bool] | None = None,
     check: Callable[[dict[str, Any]], None] | None = None,
-    tell: bool = True,
+    rollback: bool = False,
 ) -> Progress | None:
     """Restore a run on all ranks, which call this together.
 
@@ -62,7 +62,8 @@ def resume(
         accepts: with `auto`, whether a readable checkpoint may be restored; None: each may.
         check: called with the state before anything is changed; raises, on all ranks alike, if
             it does not fit.
-        tell: emit `on_restore` to the callbacks.
+        rollback: the run goes on elsewhere: plain attributes of users' callbacks stay, and no
+            `on_restore` is emitted.
 
     Returns:
         The position to resume from; None for a fresh start.
@@ -89,10 +90,18 @@ def resume(
     arrays = broadcast_chosen(arrays or saved, keep, world, 0, "arrays of a checkpoint")
     arrays = arrays_of_rank(arrays, state, world.rank)
     progress = assign_state(
-        model, pairs, arrays, state, world, callbacks=callbacks, feed=feed, counted=counted
+        model,
+        pairs,
+        arrays,
+        state,
+        world,
+        callbacks=callbacks,
+        feed=feed,
+        counted=counted,
+        attributes=not rollback,
     )
     fill_history(history if history is not None else getattr(model, "history", None), state)
-    if tell:
+    if not rollback:
         from ktrainer.callbacks.base import emit
 
         emit(callbacks, "on_restore", progress)

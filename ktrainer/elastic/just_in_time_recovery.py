@@ -194,11 +194,11 @@ class JustInTimeRecovery:
         run = run_before(store.directory)
         if run is None and self.run.context.config.checkpoint.resume == "auto":
             return store.latest()
-        if run is None:
-            found = (saver.latest() for saver in self._savers())
-            return next((entry for entry in found if entry is not None), None)
-        good = (entry for entry in store.entries() if entry.problem is None)
-        return next((entry for entry in good if entry.run == run), None)
+        good = [entry for entry in store.entries() if entry.problem is None]
+        if run is not None:
+            return next((entry for entry in good if entry.run == run), None)
+        saver = next(iter(self._savers()), None)
+        return next((entry for entry in good if saver and saver.leads_here(entry)), None)
 
     def _why_not(self) -> str:
         """Why nothing can be saved; empty if it can."""

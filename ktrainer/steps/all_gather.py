@@ -45,7 +45,7 @@ def all_gather(tensor: Any) -> Any:
     if isinstance(tensor, keras.KerasTensor) or in_symbolic_scope():
         return tensor  # a model is built: only shapes count
     context = current_step()
-    if context is None:
+    if context is None or context.predicts:
         _check_alone()
         return tensor
     if context.split:

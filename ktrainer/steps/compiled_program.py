@@ -272,8 +272,14 @@ class CompiledProgram(Program):
         """A step of prediction that draws other random numbers on each rank."""
 
         def predict(batch: Any, weight: tf.Tensor) -> Any:
-            rows, uniform = rows_of(batch), is_uniform(batch)
-            context = self.context_type(weight, None, self.rank, uniform=uniform, rows=rows)
+            context = self.context_type(
+                tf.ones([], tf.float64),
+                None,
+                self.rank,
+                uniform=is_uniform(batch),
+                rows=rows_of(batch),
+                predicts=True,
+            )
             with keras_patches(context):
                 return step(batch)
 

@@ -87,18 +87,18 @@ def warn_of_frozen_layers(program: Program) -> None:
 
 
 def check_not_compiled_again(model: keras.Model, before: list[Any]) -> None:
-    """Refuse a model that a callback has compiled inside of `fit`.
+    """Refuse a model that a callback has compiled during `fit`.
 
     Args:
         before: its `compile_state` as `fit` began.
 
     Raises:
-        ModelError: the step would go on as it was, and a run that resumes would not.
+        ModelError: its compiled step is the former one, and a run that resumes would have another.
     """
     if not _same(before, compile_state(model)):
         raise ModelError(
-            "a callback has called model.compile, or given the optimizer another schedule, inside "
-            "of fit, whose compiled step goes on as it was. End this fit (set "
+            "a callback has called model.compile, or given the optimizer another schedule, during "
+            "fit, whose compiled step has no part in it. End this fit (set "
             "self.model.stop_training = True), then call model.compile and fit again, with "
             "initial_epoch"
         )

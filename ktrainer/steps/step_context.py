@@ -104,6 +104,7 @@ class StepContext(TracedContext):
         gathered: row counts and weights of what was gathered in this step; see `steps.all_gather`.
         in_global_loss: a loss of the whole batch is computed now, the same on all ranks; see
             `steps.loss_scope`.
+        predicts: it is a step of prediction, whose ranks draw apart, and share nothing.
         split: the batch is split into microbatches, so rows cannot be gathered within a step.
         sums: a rank's scalars are parts of a sum over ranks, as in a loop of the user's own, and
             not means of its rows.
@@ -153,6 +154,7 @@ class StepContext(TracedContext):
     rows_of_draws: int | None = None
     gathered: list[GatheredRows] = field(default_factory=list)
     in_global_loss: bool = False
+    predicts: bool = False
     split: bool = False
     sums: bool = False
     on_assign: Callable[[Any, Any], None] | None = None

@@ -367,7 +367,10 @@ class Loop:
             swapped_as_before(ours if begun else []),
         ):
             self.callbacks.on_epoch_begin(epoch)  # which broadcasts the variables
-        check_not_compiled_again(self.model, self._compiled)
+        if self.program.graphs:
+            check_not_compiled_again(self.model, self._compiled)
+        else:  # nothing is traced yet, or runs eagerly
+            self._compiled = compile_state(self.model)
         progress.begun = True
         self.program.shared_variables = len(self.model.variables)
 

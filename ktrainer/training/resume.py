@@ -19,7 +19,6 @@ from ktrainer.callbacks.averaged_weights import swap_back
 from ktrainer.callbacks.base import emit
 from ktrainer.checkpoint import resume
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
-from ktrainer.checkpoint.contents.plain_attributes import attributes_kept
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.data import restore_position
 from ktrainer.distributed.restart_records import run_before
@@ -176,8 +175,7 @@ def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.Callba
     state.program.finish()
     state.program.abandon()
     reason, model, now = state.rollback, state.model, state.progress
-    with attributes_kept(callbacks.callbacks):  # else one that asked for this would ask again
-        then = _restore_last(model, world, callbacks)
+    then = _restore_last(model, world, callbacks)
     if then is None:
         text = f"{reason}, and there is no checkpoint to go back to: training stops"
         state.request_stop(text)
@@ -213,7 +211,7 @@ def _restore_last(
         callbacks=callbacks.callbacks,
         history=object(),  # History keeps its epochs
         accepts=savers[which].leads_here,
-        tell=False,  # the caller does, of the present epoch
+        rollback=True,
     )
 
 

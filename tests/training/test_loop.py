@@ -258,5 +258,5 @@ class CompilesAgain(keras.callbacks.Callback):
 def test_a_model_that_a_callback_compiles_again_is_refused() -> None:
     with trainer([CompilesAgain()], trainer__epochs=3) as it:
         with pytest.raises(ModelError, match=r"a callback has called model\.compile"):
-            it.fit(build(), data())
+            it.fit(build(eager=False), data())
         assert it.progress.step == 6

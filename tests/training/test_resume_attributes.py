@@ -162,6 +162,22 @@ def test_ranks_continue_too(tmp_path: Path, ranks: Callable[..., Any]) -> None:
         assert whole[COUNT] == 30
 
 
+def test_what_ranks_assign_differently_is_named(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    first, none = ranks(2).run(unequal, str(tmp_path), deadline=120)
+    (text,) = first
+    assert "ranks have different values of alternating/loss/means/0: what a step" in text
+    assert none == []
+
+
+def unequal(directory: str) -> list[str]:
+    words = settings(Path(directory), backend="data_parallel", checkpoint__every="null")
+    words = [word for word in words if not word.startswith("checkpoint")]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        train([*words, "health.verify=off"], Scaled)
+    return [str(each.message) for each in said if "different values" in str(each.message)]
+
+
 def test_what_differs_between_ranks_is_left_out(tmp_path: Path, ranks: Callable[..., Any]) -> None:
     (counts, first), (others, none) = ranks(2).run(differing, str(tmp_path), deadline=120)
     assert counts == others == [18, 30]

@@ -662,5 +662,5 @@ def test_what_a_callback_keeps_in_other_ways_is_named(tmp_path: Path) -> None:
             self.counts[epoch % 3] += 1
             self.seen.add(epoch)
 
-    with pytest.warns(UserWarning, match=r"Keeps\.counts, seen: of what a callback changes"):
+    with pytest.warns(UserWarning, match="because it changes counts, seen: they hold"):
         train(settings(tmp_path, trainer__accumulate=1), lambda: [Keeps()], plain_rate)

@@ -19,6 +19,7 @@ from ktrainer.checkpoint.contents.plain_attributes import (
     set_attributes,
     weight_lists,
 )
+from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.variable_placement import placement_of
 
 _SEEN = ("_batches_seen_since_last_saving", "_last_batch_seen")
@@ -52,14 +53,15 @@ def callback_states(
         state = dict(callback.state_dict()) if hasattr(callback, "state_dict") else {}
         attributes, weights = _attributes(callback), {}
         # Of a model that is cut into stages, what a user's callback has is not of its weights.
-        lists = weight_lists(callback, model) if saved is None else []
+        whole = saved is None and not (model is not None and local_variables(model))
+        lists = weight_lists(callback, model) if whole else []
         for attribute in [*_listed(callback, _WEIGHTS), *lists]:
             value = getattr(callback, attribute, None)
             if value is not None:
                 weights[attribute] = len(value)
                 for k, array in enumerate(value):
-                    if saved is None or saved[k]:
-                        arrays[_array_name(len(states), attribute, k)] = np.asarray(array)
+                    if saved is None or saved[k]:  # a copy: a user's may be changed in place
+                        arrays[_array_name(len(states), attribute, k)] = np.array(array)
         # Those of a user's may differ between ranks; the place of a state names its arrays.
         if state or attributes or weights or has_plain_state(callback):
             kept = {"state": state, "attributes": attributes, "weights": weights}
@@ -87,12 +89,14 @@ def load_callback_states(
     states: Sequence[Mapping[str, Any]],
     arrays: Mapping[str, np.ndarray],
     model: Any = None,
+    attributes: bool = True,
 ) -> None:
     """Restore the state of each callback. Callbacks are matched by class and what they monitor, and
     by order within it; new callbacks, and states without a callback, are skipped.
 
     Args:
         model: if it is cut into stages, weights of other processes become None.
+        attributes: also the plain ones of callbacks of the user's own.
     """
     callbacks = list(callbacks)
     present = dict(_named(callbacks, monitored=False)) | dict(_named(callbacks))
@@ -102,8 +106,9 @@ def load_callback_states(
         callback = present.get(saved["callback"])
         if callback is None:
             continue
-        _load(callback, saved)
-        own = [name for name in saved["weights"] if may_hold_weights(callback, name)]
+        _load(callback, saved, attributes)
+        whole = attributes and weights_here(model) is None
+        own = [n for n in saved["weights"] if whole and may_hold_weights(callback, n)]
         for attribute in [*_listed(callback, _WEIGHTS), *own]:
             names = [
                 _array_name(i, attribute, k) for k in range(saved["weights"].get(attribute, 0))
@@ -194,11 +199,12 @@ def _number(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else float(value)
 
 
-def _load(callback: Any, saved: Mapping[str, Any]) -> None:
+def _load(callback: Any, saved: Mapping[str, Any], plain: bool) -> None:
     known = _listed(callback, _ATTRIBUTES)
     # Checkpoints of earlier versions have the attributes as the state.
     attributes = saved.get("attributes", saved["state"])
-    set_attributes(callback, {n: v for n, v in attributes.items() if n not in known})
+    if plain:
+        set_attributes(callback, {n: v for n, v in attributes.items() if n not in known})
     for name, value in attributes.items():
         if name in known:  # a checkpoint is untrusted: only known attributes may be set
             with suppress(AttributeError):  # a user's class may compute it

@@ -111,6 +111,7 @@ def assign_state(
     callbacks: Iterable[Any] = (),
     feed: Data | None = None,
     counted: MetricCounts | None = None,
+    attributes: bool = True,
 ) -> Progress:
     """Assign a captured state that fits; return the position to resume from.
 
@@ -119,6 +120,7 @@ def assign_state(
         arrays: at least the `needed_arrays`.
         feed: the data whose position is restored; None leaves it unchanged.
         counted: the metric counts of this rank, to be restored.
+        attributes: also restore plain attributes of users' callbacks.
     """
     for variable, name in pairs:
         variable.assign(arrays[name])
@@ -128,7 +130,7 @@ def assign_state(
     if progress.batch:
         restore_metrics(model, arrays, state, world, counted)
     restore_data(feed, arrays, state, world)
-    load_callback_states(callbacks, state.get("callbacks", []), arrays, model)
+    load_callback_states(callbacks, state.get("callbacks", []), arrays, model, attributes)
     model.stop_training = bool(state.get("stop_training", False))
     return progress
 

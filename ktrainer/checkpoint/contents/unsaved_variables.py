@@ -1,10 +1,11 @@
-"""What updates depend on, but no checkpoint holds and no joining rank gets: variables, draws."""
+"""Warnings of variables and random draws of updates that no checkpoint holds."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -36,8 +37,9 @@ def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any])
     if placement_of(model) is None:
         new = [graph for graph in graphs if graph not in _checked]
         _checked.update(new)
-        if any(map(draws_by_count, new)):
-            _warn_of_draws(model)
+        with suppress(ValueError):  # TensorFlow writes no graph of more than 2 GB
+            if any(map(draws_by_count, new)):
+                _warn_of_draws(model)
         held = _held(model, callbacks) if new else set()
         found = [v for graph in new for v in _assigned(graph) if id(v) not in held]
         names = {_name_of(v) for v in found if OWN not in v.name}
