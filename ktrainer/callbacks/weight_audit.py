@@ -22,6 +22,7 @@ from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.named_variables import (
     ATTRIBUTE,
     attribute_variables,
+    layer_arrays,
     model_variables,
     view_of,
 )
@@ -85,20 +86,21 @@ class Audit(Callback):
                 _audit_copies(world, placement.copies, arrays)
 
     def _warn_of_own_values(self, world: World) -> None:
-        """Warn, once of each, of variables that no step makes equal: TensorFlow's own of layers,
-        and those of losses."""
+        """Warn, once of each, of values that nothing makes equal: TensorFlow's variables of layers,
+        those of losses, and arrays that layers were made with."""
         own = ((n, v) for n, v in attribute_variables(self.model) if not v.of_generator)
-        here = {(name, zlib.crc32(view_of(v.variable).tobytes())) for name, v in own}
-        every = world.allgather(here, "audit of variables that are no weights")
+        found = [(name.removeprefix(ATTRIBUTE), view_of(v.variable)) for name, v in own]
+        arrays = [*found, *layer_arrays(self.model)]
+        here = {(name, zlib.crc32(array.tobytes())) for name, array in arrays}
+        every = world.allgather(here, "audit of values that are no weights")
         differ = {name for name, _ in set.union(*every) - set.intersection(*every)} - self._warned
         self._warned |= differ
         if differ and world.is_root:
-            names = ", ".join(sorted(name.removeprefix(ATTRIBUTE) for name in differ))
             warnings.warn(
-                f"ranks have different values of {names}: what a step assigns to a tf.Variable, or "
-                "to a variable of a loss, is each rank's own, so training may differ from that of "
-                "one process. Make it with add_weight(trainable=False) in a layer, whose values "
-                "are averaged",
+                f"ranks have different values of {', '.join(sorted(differ))}, so training may "
+                "differ from that of one process. What a step assigns to a tf.Variable, or to a "
+                "variable of a loss, is each rank's own: make it with add_weight(trainable=False) "
+                "in a layer, whose values are averaged. Draw the arrays of a layer with a seed",
                 stacklevel=4,
             )
 

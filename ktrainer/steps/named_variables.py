@@ -28,6 +28,7 @@ _WITH_STATE = (
     keras.optimizers.Optimizer,
     keras.optimizers.schedules.LearningRateSchedule,
 )
+_OF_A_CALL = ("_losses", "states")  # what Keras' layers keep of one
 # Made eagerly, and while a function is traced.
 _RESOURCE_VARIABLES = (ResourceVariable, UnliftedInitializerVariable)
 # Where TensorFlow has an object's attributes, and Keras a model's loss, a second time.
@@ -145,6 +146,23 @@ def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
                 seen.add(id(inner))
                 found.append(each)
     return list(zip(unique_names([each.path for each in found]), found, strict=True))
+
+
+def layer_arrays(model: Any) -> list[tuple[str, np.ndarray]]:
+    """(name, array) of the arrays, and eager tensors, that layers have as attributes, also in lists
+    and tuples: constants that they were made with."""
+    layers = list(model._flatten_layers(include_self=True, recursive=True))
+    names = unique_names([_name_in_any_process(layer) for layer in layers])
+    found = []
+    for layer, name in zip(layers, names, strict=True):
+        for key, value in vars(layer).items():
+            several = value if isinstance(value, (list, tuple)) else [value]
+            for k, each in enumerate(several):
+                numeric = isinstance(each, np.ndarray) and not each.dtype.hasobject
+                eager = isinstance(each, tf.__internal__.EagerTensor) and each.dtype != tf.resource
+                if key not in _OF_A_CALL and (numeric or (eager and each.dtype != tf.variant)):
+                    found.append((f"{name}/{key}" + f"/{k}" * (several is value), np.asarray(each)))
+    return found
 
 
 def _name_in_any_process(layer: Any) -> str:

@@ -165,8 +165,21 @@ def test_ranks_continue_too(tmp_path: Path, ranks: Callable[..., Any]) -> None:
 def test_what_ranks_assign_differently_is_named(ranks: Callable[..., Any], tmp_path: Path) -> None:
     first, none = ranks(2).run(unequal, str(tmp_path), deadline=120)
     (text,) = first
-    assert "ranks have different values of alternating/loss/means/0: what a step" in text
+    names = "alternating/loss/means/0, projects/drawn, projects/several/1"
+    assert f"ranks have different values of {names}, so training may differ" in text
     assert none == []
+
+
+class Projects(keras.layers.Layer):
+    """With constants that are drawn without a seed, as of random features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = np.random.default_rng().normal(size=(6, 6)).astype("float32")
+        self.several = [np.ones(2), tf.constant(np.random.default_rng().normal(size=2))]
+
+    def call(self, x: Any) -> Any:
+        return x @ self.drawn
 
 
 def unequal(directory: str) -> list[str]:
@@ -174,7 +187,12 @@ def unequal(directory: str) -> list[str]:
     words = [word for word in words if not word.startswith("checkpoint")]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        train([*words, "health.verify=off"], Scaled)
+        with Trainer(overrides=[*words, "health.verify=off"]) as trainer:
+            model = keras.Sequential(
+                [keras.Input((6,)), Projects(), keras.layers.Dense(3)], name="alternating"
+            )
+            model.compile("sgd", Scaled())
+            trainer.fit(model, data())
     return [str(each.message) for each in said if "different values" in str(each.message)]
 
 
