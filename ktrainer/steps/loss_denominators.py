@@ -39,8 +39,8 @@ def reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -
             return original(values, sample_weight, mask, reduction, dtype)
         if sample_weight is not None:
             sample_weight = ops.convert_to_tensor(sample_weight, dtype=dtype)
-        elements = tf.cast(tf.size(values), values.dtype)
-        values, sample_weight, valid = _weighted_values(values, sample_weight, mask, elements)
+        values, sample_weight, mask = _weighted_values(values, sample_weight, mask)
+        elements = tf.cast(tf.size(values), values.dtype)  # of the product, as Keras counts
         total = ops.sum(values)
         part: Any = 1
         if context.gathered:
@@ -49,8 +49,8 @@ def reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -
             return context.as_mean(total * part)
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             denominator = ops.sum(sample_weight)
-        elif valid is not None and reduction != "mean_with_sample_weight":
-            denominator = valid
+        elif mask is not None and reduction != "mean_with_sample_weight":
+            denominator = ops.sum(mask) * elements / tf.cast(tf.size(mask), values.dtype)
         elif context.uniform and not _has_other_rows(context, values):
             return ops.divide_no_nan(total, elements)
         else:
@@ -61,12 +61,10 @@ def reduce_weighted_values(context: StepContext, original: Callable[..., Any]) -
     return reduced
 
 
-def _weighted_values(values: Any, weights: Any, mask: Any, elements: tf.Tensor) -> Any:
-    """Values times their weights and mask, these as one, and how many elements the mask leaves."""
-    valid = None
+def _weighted_values(values: Any, weights: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """Values times their weights and mask, these as one, and the mask in the values' type."""
     if mask is not None:
         mask = ops.cast(ops.convert_to_tensor(mask), values.dtype)
-        valid = ops.sum(mask) * elements / tf.cast(tf.size(mask), values.dtype)
         # With "sum" Keras multiplies by the mask and leaves out its own normalisation.
         weights = loss_module.apply_mask(weights, mask, values.dtype, "sum")
     if weights is not None:
@@ -74,7 +72,7 @@ def _weighted_values(values: Any, weights: Any, mask: Any, elements: tf.Tensor) 
             values, ops.cast(weights, values.dtype)
         )
         values = values * weights
-    return values, weights, valid
+    return values, weights, mask
 
 
 def _has_other_rows(context: StepContext, values: Any) -> bool:

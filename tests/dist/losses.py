@@ -240,6 +240,23 @@ def clip(cls: Any = Clip, **settings: Any) -> Case:
     return case(build, {**WHOLE, **settings}, x)
 
 
+class OfRows(keras.losses.Loss):
+    """One value for each row, which weights of each feature spread over all of them."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return ops.mean((y_true - y_pred) ** 2, axis=-1, keepdims=True)
+
+
+def spread(**settings: Any) -> Case:
+    def build() -> Any:
+        model = network()
+        model.compile(sgd(), OfRows())
+        return model
+
+    weights = np.random.default_rng(1).uniform(0.5, 1.5, size=(41, 3))
+    return case(build, {**SMALL, **settings}, None, None, weights)
+
+
 def pairwise(y: Any, scores: Any) -> Any:
     """A hinge loss of every pair, for each example."""
     sign = ops.sign(y - ops.transpose(y))
@@ -341,6 +358,8 @@ LOSSES = {
     "added": lambda: added(),
     "added_accumulated": lambda: added(**HALVES),
     "of_some": lambda: of_some(),
+    "spread": lambda: spread(),
+    "spread_accumulated": lambda: spread(**HALVES),
     "of_any": lambda: of_any(),
     "of_any_eagerly": lambda: of_any(eagerly=True),
     "of_some_accumulated": lambda: of_some(**HALVES),

@@ -71,6 +71,11 @@ def test_losses_of_rows_that_data_choose(ranks: Callable[..., Any]) -> None:
     compare(["of_some"], ranks(2).run(_outcomes_without_warnings, ["of_some"], deadline=200))
 
 
+def test_weights_that_spread_the_values_of_a_loss(ranks: Callable[..., Any]) -> None:
+    names = ["spread", "spread_accumulated"]
+    compare(names, ranks(2).run(losses.outcomes, names, backend="data_parallel", deadline=200))
+
+
 def test_a_rank_without_such_rows_waits_for_none(ranks: Callable[..., Any]) -> None:
     names = ["of_any", "of_any_eagerly"]
     first, second = ranks(2).run(losses.outcomes, names, backend="data_parallel", deadline=90)
