@@ -568,3 +568,39 @@ def test_padding_leaves_no_trace_whatever_is_in_it(schedule: str, precision: str
     for one, other in zip(alone, together, strict=True):
         assert np.isfinite(one).all()
         np.testing.assert_array_equal(one, other)
+
+
+class Annealed(keras.losses.Loss):
+    """Grows with each call, and has noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = keras.Variable(0.0, trainable=False)
+        self.noise = keras.random.SeedGenerator(3)
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        self.calls.assign(self.calls + 1.0)
+        noise = keras.random.uniform((), 0.5, 1.5, seed=self.noise)
+        return noise * (1 + 0.1 * self.calls) * keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+
+def _annealed(*words: str) -> tuple[list[float], float]:
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(32, 4)), random.normal(size=(32, 3))
+    words = (*words, "trainer.epochs=2", "data.batch_size=8", "data.shuffle=false", "seed=1")
+    with Trainer(
+        overrides=[*words, "logging.progress=none", "logging.csv=false", "health.verify=off"]
+    ) as trainer:
+        layers = [keras.Input((4,)), keras.layers.Dense(5), keras.layers.Dense(3)]
+        model, loss = keras.Sequential(layers), Annealed()
+        model.compile(keras.optimizers.SGD(0.01), loss)
+        return trainer.fit(model, (x, y)).history["loss"], float(loss.calls.numpy())
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_what_a_loss_assigns_to_keras_variables_stays(scope: str) -> None:
+    expected, calls = _annealed("backend=local")
+    words = ("backend=pipeline", "backend.partitions=1", "backend.microbatches=1")
+    found, again = _annealed(*words, f"trainer.loss_scope={scope}")
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert calls == again == 8

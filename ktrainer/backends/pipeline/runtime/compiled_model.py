@@ -24,6 +24,7 @@ from ktrainer.backends.pipeline.stage.stage_settings import Arguments, Mode, Sta
 from ktrainer.data.batch_specs import spec_of
 from ktrainer.distributed import World
 from ktrainer.errors import ModelError
+from ktrainer.steps.named_variables import variables_in
 from ktrainer.steps.step_helpers import global_seed
 
 
@@ -106,7 +107,10 @@ class CompiledModel:
     def _state(self, stage: StageGraph, mode: Mode) -> list[Any]:
         state = [*stage.non_trainable, self._seed.state]
         if stage.is_last and mode != "predict":
-            state += self.settings.model.metrics_variables
+            model = self.settings.model
+            of_loss = variables_in(getattr(model, "loss", None))
+            state += model.metrics_variables
+            state += [v for v in of_loss if isinstance(v, keras.Variable)]
         return list({id(v): v for v in state}.values())
 
     def _trace(
