@@ -20,7 +20,7 @@ from ktrainer.callbacks.base import Callback
 from ktrainer.state.durations import Every
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import OWN
+from ktrainer.steps.named_variables import INTERNAL
 from ktrainer.steps.variable_placement import placement_of
 
 # In place of numbers of what is not there, or not in this process.
@@ -77,7 +77,7 @@ class VariableWatch(Callback, ABC):
         """Make what the step asks, before it is traced."""
         super().set_model(model)
         if self._wanted is None:
-            self._wanted = tf.Variable(False, trainable=False, name=OWN)
+            self._wanted = tf.Variable(False, trainable=False, name=INTERNAL)
 
     def on_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         self._find_variables()
@@ -105,7 +105,7 @@ class VariableWatch(Callback, ABC):
         self._places = {id(v): i for i, v in enumerate(self.variables)}
         with tf.init_scope():
             absent = np.full([max(1, len(self.variables)), self.of_gradient], ABSENT)
-            self._gradients = tf.Variable(absent, False, name=OWN, dtype=tf.float64)
+            self._gradients = tf.Variable(absent, False, name=INTERNAL, dtype=tf.float64)
 
     # -- events
 

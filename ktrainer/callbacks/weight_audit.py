@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,12 @@ from ktrainer.steps.named_variables import (
     attribute_variables,
     layer_arrays,
     model_variables,
+    named_layers,
     view_of,
 )
 from ktrainer.steps.variable_placement import placement_of
+
+_NAMED = 5  # of many names in a message
 
 
 class Audit(Callback):
@@ -48,6 +51,7 @@ class Audit(Callback):
         super().__init__()
         self.every = Every(every)
         self._own_world = world
+        self._looks_at_arrays = True
         self._warned: set[str] = set()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -81,26 +85,39 @@ class Audit(Callback):
             placement = placement_of(self.model)
             if placement is None:
                 audit(world, arrays)
-                self._warn_of_own_values(world)
+                self._warn_of_differing_values(world, local)
             else:
                 _audit_copies(world, placement.copies, arrays)
 
-    def _warn_of_own_values(self, world: World) -> None:
+    def _warn_of_differing_values(self, world: World, local: Collection[int]) -> None:
         """Warn, once of each, of values that nothing makes equal: TensorFlow's variables of layers,
-        those of losses, and arrays that layers were made with."""
+        those of losses; and, the first time, arrays that layers have.
+
+        Args:
+            local: `id()` of the variables of local layers, whose values are each rank's own.
+        """
         own = ((n, v) for n, v in attribute_variables(self.model) if not v.of_generator)
         found = [(name.removeprefix(ATTRIBUTE), view_of(v.variable)) for name, v in own]
-        arrays = [*found, *layer_arrays(self.model)]
-        here = {(name, zlib.crc32(array.tobytes())) for name, array in arrays}
+        if self._looks_at_arrays and not self.model.run_eagerly:
+            found += layer_arrays(self.model)
+        self._looks_at_arrays = False
+        layers = named_layers(self.model) if local else []
+        of_rank = {n for layer, n in layers if any(id(v) in local for v in layer.variables)}
+        found = [(n, array) for n, array in found if n.partition("/")[0] not in of_rank]
+        here = {name: zlib.crc32(array.tobytes()) for name, array in found}
         every = world.allgather(here, "audit of values that are no weights")
-        differ = {name for name, _ in set.union(*every) - set.intersection(*every)} - self._warned
+        common = set.intersection(*map(set, every))  # a rank that has joined looks at more
+        differ = {n for n in common if len({each[n] for each in every}) > 1} - self._warned
         self._warned |= differ
         if differ and world.is_root:
+            names = sorted(differ)
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             warnings.warn(
-                f"ranks have different values of {', '.join(sorted(differ))}, so training may "
-                "differ from that of one process. What a step assigns to a tf.Variable, or to a "
-                "variable of a loss, is each rank's own: make it with add_weight(trainable=False) "
-                "in a layer, whose values are averaged. Draw the arrays of a layer with a seed",
+                f"ranks have different values of {', '.join(names[:_NAMED])}{more}, so training "
+                "may differ from that of one process. What a step assigns to a tf.Variable, or to "
+                "a variable of a loss, is each rank's own: make it with add_weight(trainable=False)"
+                " in a layer, whose values are averaged. Make arrays of a layer from a seed, or "
+                "from the same data, on all ranks",
                 stacklevel=4,
             )
 

@@ -305,9 +305,9 @@ class Checkpoint(Callback):
         if self.directory is None:
             return None
         entries = Store(self.directory).entries()
-        return next((e for e in entries if e.problem is None and self.leads_here(e)), None)
+        return next((e for e in entries if e.problem is None and self.is_in_history(e)), None)
 
-    def leads_here(self, entry: Entry) -> bool:
+    def is_in_history(self, entry: Entry) -> bool:
         """Return whether this run has restored a checkpoint, or saved it since: where it resumed by
         a path, its folder has older ones of later steps."""
         step, serial = self._restored

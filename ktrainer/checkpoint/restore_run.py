@@ -62,8 +62,8 @@ def resume(
         accepts: with `auto`, whether a readable checkpoint may be restored; None: each may.
         check: called with the state before anything is changed; raises, on all ranks alike, if
             it does not fit.
-        rollback: the run goes on elsewhere: plain attributes of users' callbacks stay, and no
-            `on_restore` is emitted.
+        rollback: leave plain attributes of users' callbacks as they are, and `on_restore` to the
+            caller.
 
     Returns:
         The position to resume from; None for a fresh start.

@@ -20,7 +20,7 @@ from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.state import opened
 from ktrainer.errors import ConfigError, ModelError
-from ktrainer.runtime.autograph import rewritten
+from ktrainer.runtime.autograph import rewritten_by_autograph
 
 
 def DistributedOptimizer(
@@ -128,7 +128,7 @@ def _make_apply(reduction: GradientReduction, aggregation: LocalAggregation | No
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         refuse_mixed(self, variables, reduction.local)
-        original = rewritten(type(self).apply)
+        original = rewritten_by_autograph(type(self).apply)
 
         def update(found: list[Any]) -> None:
             with reducing() as first:

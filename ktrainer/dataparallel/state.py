@@ -15,7 +15,7 @@ from ktrainer.dataparallel.process_sets import ProcessSet, global_process_set
 from ktrainer.dataparallel.rank_group import RankGroup
 from ktrainer.distributed import World, current_world, is_open, open_world
 from ktrainer.errors import DivergenceError, SetupError, WorldError
-from ktrainer.runtime.autograph import keep_from_autograph
+from ktrainer.runtime.autograph import exclude_from_autograph
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.runtime.symbol_check import check_symbols
 
@@ -75,7 +75,7 @@ def init(
             "ProcessSet of the ranks that communicate among themselves."
         )
     check_symbols()
-    keep_from_autograph()
+    exclude_from_autograph()
     allow_two_threads()
     world = _open_world()
     before = world.deadline, world.deadline_setting

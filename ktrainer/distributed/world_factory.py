@@ -99,7 +99,7 @@ def _start_mpi_with_the_other_ranks(start_deadline: float) -> None:
         with suppress(OverflowError):  # longer than the handler supports
             faulthandler.dump_traceback_later(start_deadline, file=2, exit=True)
     try:
-        with _without_libfabric():
+        with _without_ofi_transport():
             import_module("mpi4py.MPI")
     finally:
         if alone:
@@ -107,7 +107,7 @@ def _start_mpi_with_the_other_ranks(start_deadline: float) -> None:
 
 
 @contextmanager
-def _without_libfabric() -> Iterator[None]:
+def _without_ofi_transport() -> Iterator[None]:
     """Context in which Open MPI, where all ranks are on one host, starts without its transport
     `ofi`: it looks for networks for a second. `ktrainer run` names the transports itself."""
     ranks, here = (os.environ.get(f"OMPI_COMM_WORLD_{of}SIZE") for of in ("", "LOCAL_"))

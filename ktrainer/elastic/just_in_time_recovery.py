@@ -198,7 +198,7 @@ class JustInTimeRecovery:
         if run is not None:
             return next((entry for entry in good if entry.run == run), None)
         saver = next(iter(self._savers()), None)
-        return next((entry for entry in good if saver and saver.leads_here(entry)), None)
+        return next((entry for entry in good if saver and saver.is_in_history(entry)), None)
 
     def _why_not(self) -> str:
         """Why nothing can be saved; empty if it can."""

@@ -13,7 +13,7 @@ from ktrainer.distributed import SingleWorld, World, current_world, is_open, ope
 from ktrainer.distributed.rank_layout import Layout
 from ktrainer.errors import ConfigError, WorldError
 from ktrainer.modelparallel.settings import Settings, settings_of
-from ktrainer.runtime.autograph import keep_from_autograph
+from ktrainer.runtime.autograph import exclude_from_autograph
 from ktrainer.runtime.symbol_check import check_symbols
 
 _DEADLINE = "the deadline, with init(config, deadline=SECONDS)"
@@ -91,7 +91,7 @@ def init(config: Mapping[str, Any] | None = None, *, deadline: float | None = No
             "it once, at the top of the script; after shutdown() it may be called again."
         )
     check_symbols()
-    keep_from_autograph()
+    exclude_from_autograph()
     world = current_world() if is_open() else open_world()
     settings = settings_of(config, world.size)
     if settings.horovod and dataparallel.is_initialized():

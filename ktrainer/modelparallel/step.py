@@ -18,7 +18,7 @@ from ktrainer.modelparallel.distributed_model import cut, pipeline_config
 from ktrainer.modelparallel.model_call import RUNNER, Backward, Forward
 from ktrainer.modelparallel.split_arguments import split_arguments
 from ktrainer.modelparallel.step_output import StepOutput
-from ktrainer.runtime.autograph import rewritten
+from ktrainer.runtime.autograph import rewritten_by_autograph
 
 
 def step(
@@ -55,7 +55,8 @@ def step(
         parts = split_arguments(
             function, args, kwargs, count, non_split_inputs or (), input_split_axes or {}
         )
-        body = rewritten(function)  # here: AutoGraph does not reach what a thread calls
+        # AutoGraph does not reach what a thread calls.
+        body = rewritten_by_autograph(function)
         calls = [functools.partial(body, *a, **k) for a, k in parts]
         bodies = [Coroutine(functools.partial(_taped, c), "smp.step") for c in calls]
         given = [x for x in tf.nest.flatten([args, kwargs]) if isinstance(x, tf.Tensor)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def keep_from_autograph() -> None:
+def exclude_from_autograph() -> None:
     """Have AutoGraph call this package's functions as they are.
 
     It would rewrite each of them and compile it anew: two seconds at the start of a loop of a
@@ -19,7 +19,7 @@ def keep_from_autograph() -> None:
         config.CONVERSION_RULES = (ours, *config.CONVERSION_RULES)
 
 
-def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
+def rewritten_by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of a user's own, which one of this package's calls, as AutoGraph would have it
     where this is called: rewritten inside of a `tf.function`, else as it is."""
     import tensorflow as tf

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ktrainer.errors import SetupError
-from ktrainer.runtime.autograph import keep_from_autograph
+from ktrainer.runtime.autograph import exclude_from_autograph
 from ktrainer.runtime.symbol_check import check_symbols
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def start_tensorflow(config: Config) -> None:
             "environment variable KERAS_BACKEND=tensorflow before Keras is imported."
         )
     check_symbols()
-    keep_from_autograph()
+    exclude_from_autograph()
     if config.seed is not None:
         keras.utils.set_random_seed(config.seed)
         note_seed()

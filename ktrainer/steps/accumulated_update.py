@@ -15,7 +15,7 @@ from ktrainer.steps.compiled_step import CompiledStep, graphs_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.metric_logs import LoggedResults
-from ktrainer.steps.named_variables import OWN
+from ktrainer.steps.named_variables import INTERNAL
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.program_interface import LocalBatchLike
@@ -312,7 +312,7 @@ def _zeros(kind: type | None, tensors: Sequence[tf.Tensor], variable: Any) -> tf
     return tf.Variable(
         tf.zeros(shape, tensors[0].dtype),
         trainable=False,
-        name=OWN,
+        name=INTERNAL,
         experimental_enable_variable_lifting=False,  # else what is being traced is traced again
     )
 

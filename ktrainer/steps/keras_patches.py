@@ -43,7 +43,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import clip_ops, gen_random_ops
 
 from ktrainer.errors import ModelError
-from ktrainer.runtime.autograph import rewritten
+from ktrainer.runtime.autograph import rewritten_by_autograph
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.clipped_gradients import (
     clip_by_norm,
@@ -265,7 +265,7 @@ def _apply(applying: _Applying, original: Callable[..., Any]) -> Any:
         variables = list(
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
-        users = rewritten(original)
+        users = rewritten_by_autograph(original)
 
         def update(gradients: list[Any]) -> Any:
             # A LossScaleOptimizer hands unscaled gradients on to the optimizer inside it.

@@ -22,13 +22,13 @@ from ktrainer.steps.variable_assignments import assign_total
 from ktrainer.steps.variable_placement import placement_of
 
 ATTRIBUTE = "attribute/"
-OWN = "of_ktrainer"  # the name of variables that this package makes for an update
+INTERNAL = "of_ktrainer"  # the name of variables that this package makes for an update
 _WITH_STATE = (
     keras.Loss,
     keras.optimizers.Optimizer,
     keras.optimizers.schedules.LearningRateSchedule,
 )
-_OF_A_CALL = ("_losses", "states")  # what Keras' layers keep of one
+_PER_CALL = ("_losses", "states")  # what Keras' layers keep of one
 # Made eagerly, and while a function is traced.
 _RESOURCE_VARIABLES = (ResourceVariable, UnliftedInitializerVariable)
 # Where TensorFlow has an object's attributes, and Keras a model's loss, a second time.
@@ -135,9 +135,7 @@ def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
     known += [v for optimizer in optimizers_of(model) for v in optimizer.variables]
     seen = {id(getattr(v, "variable", getattr(v, "_value", v))) for v in known}
     found = []
-    layers = list(model._flatten_layers(include_self=True, recursive=True))
-    names = unique_names([_name_in_any_process(layer) for layer in layers])
-    for layer, name in zip(layers, names, strict=True):
+    for layer, name in named_layers(model):
         for each in _inside(vars(layer), f"{ATTRIBUTE}{name}"):
             dtype = tf.as_dtype(each.variable.dtype)
             numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
@@ -149,20 +147,29 @@ def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
 
 
 def layer_arrays(model: Any) -> list[tuple[str, np.ndarray]]:
-    """(name, array) of the arrays, and eager tensors, that layers have as attributes, also in lists
-    and tuples: constants that they were made with."""
-    layers = list(model._flatten_layers(include_self=True, recursive=True))
-    names = unique_names([_name_in_any_process(layer) for layer in layers])
+    """(name, array) of the numeric arrays, and eager tensors, that layers have as attributes, also
+    in lists and tuples."""
     found = []
-    for layer, name in zip(layers, names, strict=True):
+    for layer, name in named_layers(model):
         for key, value in vars(layer).items():
             several = value if isinstance(value, (list, tuple)) else [value]
             for k, each in enumerate(several):
-                numeric = isinstance(each, np.ndarray) and not each.dtype.hasobject
-                eager = isinstance(each, tf.__internal__.EagerTensor) and each.dtype != tf.resource
-                if key not in _OF_A_CALL and (numeric or (eager and each.dtype != tf.variant)):
+                if key not in _PER_CALL and _is_numeric(each):
                     found.append((f"{name}/{key}" + f"/{k}" * (several is value), np.asarray(each)))
     return found
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, tf.__internal__.EagerTensor):
+        return value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool
+    return isinstance(value, np.ndarray) and value.dtype.kind in "fiub"
+
+
+def named_layers(model: Any) -> list[tuple[Any, str]]:
+    """(layer, unique name) of all layers, with the same names in each process."""
+    layers = list(model._flatten_layers(include_self=True, recursive=True))
+    names = unique_names([_name_in_any_process(layer) for layer in layers])
+    return list(zip(layers, names, strict=True))
 
 
 def _name_in_any_process(layer: Any) -> str:
@@ -171,10 +178,20 @@ def _name_in_any_process(layer: Any) -> str:
     return kind if re.fullmatch(rf"{kind}_\d+", layer.name) else str(layer.name)
 
 
-def _inside(value: Any, path: str, depth: int = 0) -> Iterator[StateVariable]:
-    """Variables and generators that `value` is or has. Those of Keras only of losses, optimizers
-    and schedules: what a layer has besides its weights, as what it remembers, is not of a run."""
-    if isinstance(value, tf.Variable):
+def _inside(
+    value: Any, path: str, depth: int = 0, of_keras: bool = False
+) -> Iterator[StateVariable]:
+    """Variables and generators that `value` is or has.
+
+    Args:
+        of_keras: those of Keras, too, as in losses, optimizers and schedules. What a layer has
+            besides its weights, such as what it remembers, is not of a run.
+    """
+    if of_keras and isinstance(value, keras.random.SeedGenerator):
+        value = value.state
+    if of_keras and isinstance(value, keras.Variable):
+        yield StateVariable(path, value)
+    elif isinstance(value, tf.Variable):
         if value.synchronization != tf.VariableSynchronization.ON_READ:
             yield StateVariable(path, value)
     elif isinstance(value, tf.random.Generator):
@@ -182,26 +199,21 @@ def _inside(value: Any, path: str, depth: int = 0) -> Iterator[StateVariable]:
     elif isinstance(value, tf.Module):
         kinds = (tf.Variable, tf.random.Generator)
         found = value._flatten(predicate=lambda each: isinstance(each, kinds))
-        yield from _inside(list(found), path, depth)
+        yield from _inside(list(found), path, depth, of_keras)
     elif depth < 3 and isinstance(value, _WITH_STATE):
-        for name, each in sorted(vars(value).items()):
-            if isinstance(each, keras.random.SeedGenerator):
-                each = each.state
-            if isinstance(each, keras.Variable):
-                yield StateVariable(f"{path}/{name}", each)
-            elif name not in _ALIASES:
-                yield from _inside(each, f"{path}/{name}", depth + 1)
+        yield from _inside(vars(value), path, depth, of_keras=True)
     elif depth < 3 and isinstance(value, (list, tuple)):
         for k, each in enumerate(value):
-            yield from _inside(each, f"{path}/{k}", depth + 1)
+            yield from _inside(each, f"{path}/{k}", depth + 1, of_keras)
     elif depth < 3 and isinstance(value, dict):
         for key in sorted(value, key=str):
             if key not in _ALIASES:
-                yield from _inside(value[key], f"{path}/{key}", depth + 1)
+                yield from _inside(value[key], f"{path}/{key}", depth + 1, of_keras)
 
 
-def variables_in(value: Any) -> list[tf.Variable]:
-    """The `tf.Variable`s, and the states of random generators, that `value` is or has."""
+def variables_in(value: Any) -> list[Any]:
+    """The variables, TensorFlow's and those of Keras' losses, optimizers and schedules, and the
+    states of random generators, that `value` is or has."""
     return [each.variable for each in _inside(value, "")]
 
 

@@ -31,7 +31,7 @@ import keras
 import tensorflow as tf
 
 from ktrainer.distributed.collectives import Gradient, GradientCollectives, InOrder, weighted
-from ktrainer.steps.named_variables import OWN
+from ktrainer.steps.named_variables import INTERNAL
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.update_guard import all_finite
 
@@ -219,8 +219,8 @@ def _make_memory(variable: Any, rank: int, seed: int) -> Memory:
     rows, columns = matrix_shape(variable.shape)
     wide = tf.float64 if variable.dtype == "float64" else tf.float32
     with tf.init_scope():
-        error = tf.Variable(tf.zeros([rows, columns], wide), trainable=False, name=OWN)
-        basis = tf.Variable(tf.zeros([columns, rank], wide), trainable=False, name=OWN)
+        error = tf.Variable(tf.zeros([rows, columns], wide), trainable=False, name=INTERNAL)
+        basis = tf.Variable(tf.zeros([columns, rank], wide), trainable=False, name=INTERNAL)
         memory = Memory(error, basis, seed)
         memory.clear()
     return memory

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from ktrainer.runtime.autograph import rewritten
+from ktrainer.runtime.autograph import rewritten_by_autograph
 from ktrainer.steps.update_guard import UpdateGuard
 
 GradientHook = Callable[[list[Any], list[Any]], Sequence[Any]]
@@ -85,7 +85,7 @@ def through_hooks(
     if scale is not None:
         found = [_times(gradient, 1 / scale) for gradient in found]
     for hook in hooks:
-        found = list(rewritten(hook)(found, of))
+        found = list(rewritten_by_autograph(hook)(found, of))
     if not found:
         return []  # a hook has made the update itself
     changed = list(gradients)

@@ -21,7 +21,7 @@ import tensorflow as tf
 from ktrainer.errors import ModelError
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.steps.metric_logs import LoggedResults
-from ktrainer.steps.named_variables import OWN
+from ktrainer.steps.named_variables import INTERNAL
 from ktrainer.steps.variable_assignments import aggregation_of
 
 
@@ -202,4 +202,4 @@ def all_finite(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def _scalar(value: float, dtype: tf.DType) -> tf.Variable:
-    return tf.Variable(value, trainable=False, name=OWN, dtype=dtype)
+    return tf.Variable(value, trainable=False, name=INTERNAL, dtype=dtype)

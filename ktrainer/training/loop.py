@@ -367,9 +367,10 @@ class Loop:
             swapped_as_before(ours if begun else []),
         ):
             self.callbacks.on_epoch_begin(epoch)  # which broadcasts the variables
-        if self.program.graphs:
+        traced = not self._first_call or self.program.graphs
+        if traced and self.model.compiled and not self.model.run_eagerly:
             check_not_compiled_again(self.model, self._compiled)
-        else:  # nothing is traced yet, or runs eagerly
+        else:
             self._compiled = compile_state(self.model)
         progress.begun = True
         self.program.shared_variables = len(self.model.variables)

@@ -210,7 +210,7 @@ def _restore_last(
         world=world,
         callbacks=callbacks.callbacks,
         history=object(),  # History keeps its epochs
-        accepts=savers[which].leads_here,
+        accepts=savers[which].is_in_history,
         rollback=True,
     )
 

@@ -44,7 +44,7 @@ def _differences(model: keras.Model, feed: Feed, split: Split, facts: UpdateFact
                 f"unlike one process: what a layer assigns to {_list(facts.assigned)} is assigned "
                 "in each microbatch"
             )
-        if split.microbatches > 1 and (kind := _own_update(model)):
+        if split.microbatches > 1 and (kind := _overridden_apply(model)):
             yield f"unlike one process: {kind} gets the gradients of one stage at a time"
         rounding_only = [*facts.rounding_only]
         if split.microbatches == 1:
@@ -81,7 +81,7 @@ def _of_local_batches(model: keras.Model, split: Split) -> Iterator[str]:
         yield f"unlike one process: {_list(drawing)} draws random numbers for each local batch"
 
 
-def _own_update(model: keras.Model) -> str:
+def _overridden_apply(model: keras.Model) -> str:
     """The method of a user's optimizer that is given all gradients at once; empty: it has none."""
     optimizer = getattr(model, "optimizer", None)
     plain = getattr(optimizer, "inner_optimizer", optimizer)

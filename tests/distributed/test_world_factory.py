@@ -83,7 +83,7 @@ def test_mpi_looks_for_no_networks_on_one_host(
     monkeypatch.delenv("OMPI_MCA_btl", raising=False)
     if given:
         monkeypatch.setenv("OMPI_MCA_btl", given)
-    with world_factory._without_libfabric():
+    with world_factory._without_ofi_transport():
         assert os.environ.get(world_factory._TRANSPORTS) == then
     assert os.environ.get(world_factory._TRANSPORTS) == given
 

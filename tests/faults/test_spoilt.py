@@ -128,7 +128,7 @@ def test_row_20_limits(tmp_path: Path) -> None:
     assert "there is no checkpoint to go back to" in found.said[0]
 
 
-def test_row_20_back_to_where_a_path_led(tmp_path: Path) -> None:
+def test_row_20_back_after_a_resume_by_path(tmp_path: Path) -> None:
     """Not forward, to a checkpoint of before the resume."""
     train(tmp_path, ROLLBACK)
     (second,) = [e.path for e in Store(tmp_path / "checkpoints").entries() if e.step == 2]

@@ -16,7 +16,7 @@ from ktrainer import Trainer, distributed
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.elastic import ElasticRecovery
-from ktrainer.steps.named_variables import attribute_variables, model_variables
+from ktrainer.steps.named_variables import attribute_variables, layer_arrays, model_variables
 from tests.training.test_resume_fit import data, settings
 
 COUNT = "attribute/counter/module/0"
@@ -146,7 +146,7 @@ def test_they_continue_where_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"backend__strategy": "mirrored"}, {"backend__strategy": "central_storage"}]
 )
-def test_a_loss_and_an_optimizer_continue(tmp_path: Path, more: dict[str, str]) -> None:
+def test_variables_of_a_loss_and_an_optimizer_resume(tmp_path: Path, more: dict[str, str]) -> None:
     words = {"backend": "tf_distribute", **more} if more else {}
     whole, parts = in_parts(str(tmp_path), Scaled, **words)
     assert parts == whole
@@ -313,3 +313,25 @@ def test_draws_that_no_checkpoint_counts_are_named_once(tmp_path: Path) -> None:
             model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
             trainer.fit(model, data())
     assert sum("random numbers with tf.random" in str(each.message) for each in said) == 1
+
+
+def test_what_recurrent_layers_remember_is_no_alarm(tmp_path: Path) -> None:
+    """Warnings are errors."""
+    words = settings(tmp_path, **{**SETTINGS, "trainer__epochs": 1, "data__batch_size": 6})
+    with Trainer(overrides=words) as trainer:
+        cells = [keras.layers.Reshape((2, 3)), keras.layers.LSTM(3, stateful=True)]
+        model = keras.Sequential([keras.Input(batch_shape=(6, 6)), *cells])
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        x, y = data()
+        trainer.fit(model, (x[:36], y[:36]))
+
+
+def test_arrays_of_layers_that_are_numbers() -> None:
+    words = keras.layers.TextVectorization(vocabulary=["a", "b"])
+    scale = keras.layers.Normalization(mean=[1.0, 2.0], variance=[1.0, 1.0])
+    scale.build((None, 2))
+    model = keras.Sequential([scale, Projects()])
+    names = [name for name, _ in layer_arrays(model)]
+    assert {"normalization/mean", "projects/drawn", "projects/several/1"} <= {*names}
+    kinds = {array.dtype.kind for _, array in layer_arrays(keras.Sequential([words]))}
+    assert kinds <= {*"fiub"}  # its mask token is a string

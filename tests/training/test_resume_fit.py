@@ -17,6 +17,8 @@ import tensorflow as tf
 from keras import layers
 
 from ktrainer import Callback, Trainer
+from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.contents.plain_attributes import note_attributes
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.errors import CheckpointError
 from tests import small
@@ -620,7 +622,7 @@ class StopsAtLeastLoss(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.2 * (1 + self.calls % 7)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.losses["all"].append(logs["loss"])
+        self.losses["all"].append(np.float64(logs["loss"]))
         if logs["loss"] < self.best:
             self.best, self.wait, self.best_weights = logs["loss"], 0, self.model.get_weights()
         else:
@@ -652,7 +654,7 @@ def test_what_a_callback_counts_without_state_dict_resumes(tmp_path: Path, end: 
         np.testing.assert_array_equal(one, two)
 
 
-def test_what_a_callback_keeps_in_other_ways_is_named(tmp_path: Path) -> None:
+def test_callbacks_that_change_arrays_or_sets_are_named(tmp_path: Path) -> None:
     class Keeps(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
@@ -662,5 +664,32 @@ def test_what_a_callback_keeps_in_other_ways_is_named(tmp_path: Path) -> None:
             self.counts[epoch % 3] += 1
             self.seen.add(epoch)
 
-    with pytest.warns(UserWarning, match="because it changes counts, seen: they hold"):
+    with pytest.warns(UserWarning, match="because it changes counts, seen: they hold numbers"):
         train(settings(tmp_path, trainer__accumulate=1), lambda: [Keeps()], plain_rate)
+
+
+def test_a_callback_is_restored_whole_or_not_at_all() -> None:
+    class Keeps(keras.callbacks.Callback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.shared, self.counts = 0, shared, np.zeros(2)
+
+    shared: list[int] = []
+    callback = Keeps()
+    note_attributes([callback])
+    shared.append(1)
+    callback.count = 1
+    states, _ = callback_states([callback])
+    assert states[0]["attributes"] == {"count": 1, "shared": [1]}
+    shared.append(2)
+    load_callback_states([callback], states, {})
+    assert callback.shared is shared
+    assert shared == [1]
+    callback.count, callback.counts[0] = 2, 1
+    with pytest.warns(UserWarning, match="because it changes counts: they hold"):
+        nothing, _ = callback_states([callback])
+    assert nothing[0]["attributes"] == {}
+    load_callback_states([callback], nothing, {})
+    assert (callback.count, callback.counts[0]) == (2, 1)
+    load_callback_states([callback], states, {}, attributes=False)
+    assert callback.count == 2

@@ -13,11 +13,10 @@ import numpy as np
 
 from ktrainer.callbacks.csv_log import LOG_END, log_end
 from ktrainer.checkpoint.contents.plain_attributes import (
-    changed_attributes,
-    has_plain_state,
+    changed_state,
+    is_users_own,
     may_hold_weights,
     set_attributes,
-    weight_lists,
 )
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.variable_placement import placement_of
@@ -49,22 +48,24 @@ def callback_states(
     states: list[dict[str, Any]] = []
     arrays: dict[str, np.ndarray] = {}
     saved = weights_here(model) if held else _saved_here(model)
+    # Of a model that is cut into stages, or has local layers, a user's list is not of its weights.
+    whole = model is not None and saved is None and not local_variables(model)
     for name, callback in _named(callbacks):
         state = dict(callback.state_dict()) if hasattr(callback, "state_dict") else {}
         attributes, weights = _attributes(callback), {}
-        # Of a model that is cut into stages, what a user's callback has is not of its weights.
-        whole = saved is None and not (model is not None and local_variables(model))
-        lists = weight_lists(callback, model) if whole else []
+        own, lists = changed_state(callback, model if whole else None, _known(callback))
         for attribute in [*_listed(callback, _WEIGHTS), *lists]:
             value = getattr(callback, attribute, None)
             if value is not None:
                 weights[attribute] = len(value)
+                # A user's may be changed in place, while it is written.
+                made = np.array if attribute in lists else np.asarray
                 for k, array in enumerate(value):
-                    if saved is None or saved[k]:  # a copy: a user's may be changed in place
-                        arrays[_array_name(len(states), attribute, k)] = np.array(array)
+                    if saved is None or saved[k]:
+                        arrays[_array_name(len(states), attribute, k)] = made(array)
         # Those of a user's may differ between ranks; the place of a state names its arrays.
-        if state or attributes or weights or has_plain_state(callback):
-            kept = {"state": state, "attributes": attributes, "weights": weights}
+        if state or attributes or weights or is_users_own(callback):
+            kept = {"state": state, "attributes": {**own, **attributes}, "weights": weights}
             states.append({"callback": name, **kept})
     return states, arrays
 
@@ -108,7 +109,8 @@ def load_callback_states(
             continue
         _load(callback, saved, attributes)
         whole = attributes and weights_here(model) is None
-        own = [n for n in saved["weights"] if whole and may_hold_weights(callback, n)]
+        own = [n for n in saved["weights"] if whole and n not in _known(callback)]
+        own = [name for name in own if may_hold_weights(callback, name)]
         for attribute in [*_listed(callback, _WEIGHTS), *own]:
             names = [
                 _array_name(i, attribute, k) for k in range(saved["weights"].get(attribute, 0))
@@ -175,14 +177,18 @@ def _listed(callback: Any, table: Mapping[type, tuple[str, ...]]) -> list[str]:
     return [name for cls, names in table.items() if isinstance(callback, cls) for name in names]
 
 
+def _known(callback: Any) -> list[str]:
+    """Attributes of a class of Keras' that the callback's is, or is derived from."""
+    return [*_listed(callback, _ATTRIBUTES), *_listed(callback, _WEIGHTS)]
+
+
 def _attributes(callback: Any) -> dict[str, Any]:
     names = _listed(callback, _ATTRIBUTES)
     values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
     found = {name: _number(value) for name, value in values.items() if _is_number(value)}
     # Of all ranks, as the place of a state in the list names its arrays.
     is_log = isinstance(callback, keras.callbacks.CSVLogger)
-    found |= {LOG_END: log_end(callback)} if is_log else {}
-    return {**changed_attributes(callback), **found}
+    return found | ({LOG_END: log_end(callback)} if is_log else {})
 
 
 def _is_number(value: Any) -> bool:
@@ -200,13 +206,15 @@ def _number(value: Any) -> Any:
 
 
 def _load(callback: Any, saved: Mapping[str, Any], plain: bool) -> None:
-    known = _listed(callback, _ATTRIBUTES)
+    known = _known(callback)
     # Checkpoints of earlier versions have the attributes as the state.
     attributes = saved.get("attributes", saved["state"])
     if plain:
-        set_attributes(callback, {n: v for n, v in attributes.items() if n not in known})
+        own = {n: v for n, v in attributes.items() if n not in known}
+        set_attributes(callback, own, known)
     for name, value in attributes.items():
-        if name in known:  # a checkpoint is untrusted: only known attributes may be set
+        # A checkpoint is untrusted: only known attributes may be set.
+        if name in _listed(callback, _ATTRIBUTES):
             with suppress(AttributeError):  # a user's class may compute it
                 setattr(callback, name, value)
     if saved["state"] and hasattr(callback, "load_state_dict"):

@@ -15,7 +15,7 @@ from tensorflow.python.framework.auto_control_deps_utils import get_read_write_r
 
 from ktrainer.callbacks.base import overrides
 from ktrainer.checkpoint.contents.capture_state import variables_here
-from ktrainer.steps.named_variables import OWN, variables_in
+from ktrainer.steps.named_variables import INTERNAL, variables_in
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.random_numbers import draws_by_count
 from ktrainer.steps.variable_placement import placement_of
@@ -42,7 +42,7 @@ def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any])
                 _warn_of_draws(model)
         held = _held(model, callbacks) if new else set()
         found = [v for graph in new for v in _assigned(graph) if id(v) not in held]
-        names = {_name_of(v) for v in found if OWN not in v.name}
+        names = {_name_of(v) for v in found if INTERNAL not in v.name}
         what = "which updates assign, and no layer, loss or optimizer has among its attributes"
         remedy = "Make it an attribute of one"
     else:
@@ -89,7 +89,7 @@ def _held(model: Any, callbacks: Iterable[Any]) -> set[int]:
         held += list(getattr(getattr(model, name, None), "variables", ()))
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
-            held += variables_in(getattr(layer, "states", None))
+            held += keras.tree.flatten(getattr(layer, "states", None) or [])
     for callback in callbacks:
         if overrides(callback, "state_dict"):
             held += variables_in(vars(callback))
