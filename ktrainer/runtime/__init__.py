@@ -2,6 +2,7 @@
 
 hardware.py, devices.py  the hardware that is present; TensorFlow's devices
 tensorflow_setup.py      TensorFlow's threads and memory; tensorflow_logging.py: its log lines
+autograph.py             what TensorFlow's AutoGraph rewrites of ours, and of a user's
 run_folder.py            the folder of a run; folder_lock.py: one job at a time in it
 private_file.py          files for their owner alone
 history_file.py          the format of a run's record; code_version.py: the script's, by git

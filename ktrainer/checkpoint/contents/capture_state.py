@@ -1,10 +1,9 @@
 """Capture the whole state of a run.
 
 Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, `attribute/<layer>/<name>` (of
-`tf.Variable`s and `tf.random.Generator`s that layers have as attributes), and in mid-epoch
-`metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays of callbacks as
-`callbacks/<i>/<name>/<k>`; those of PowerSGD as `powersgd/<k>/...`. Those of local layers, and what
-PowerSGD has yet to send, are one set per rank, `...@<rank>`.
+`attribute_variables`), and in mid-epoch `metrics/<i>/<k>:<name>@<rank>` and `data/<rank>`; arrays
+of callbacks as `callbacks/<i>/<name>/<k>`; those of PowerSGD as `powersgd/<k>/...`. Those of local
+layers, and what PowerSGD has yet to send, are one set per rank, `...@<rank>`.
 State: progress, History, callbacks' states, the optimizers' classes and variables, early stop,
 metric counts of each rank, names of local arrays.
 
