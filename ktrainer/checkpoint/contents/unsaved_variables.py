@@ -47,7 +47,8 @@ def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any])
         remedy = "Make it an attribute of one"
     else:
         optimizers = optimizers_of(model)
-        held = {id(v) for optimizer in optimizers for v in optimizer.variables}
+        weights = [*model.variables, *(v for each in optimizers for v in each.variables)]
+        held = {id(v) for v in weights}  # an optimizer has a list of what it trains
         parts = (getattr(model, "loss", None), *optimizers)
         found = [v for part in parts for v in variables_in(part) if id(v) not in held]
         names = {_name_of(v) for v in found}
