@@ -20,6 +20,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -367,8 +368,9 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._best.load_state_dict(state)
         self._run = state.get("run", self._run)
-        step, serial = state.get("restored", self._restored)
-        self._restored = int(step), int(serial)
+        with suppress(TypeError, ValueError):  # forged; a resume sets it anew
+            step, serial = state.get("restored", self._restored)
+            self._restored = int(step), int(serial)
 
     def on_restore(self, progress: Progress) -> None:
         self.every.start(progress)
