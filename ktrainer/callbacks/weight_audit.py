@@ -6,14 +6,13 @@ Events used: `on_train_begin`, `on_step_end`, `on_epoch_end` and `on_restore`.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from ktrainer.callbacks.base import Callback
-from ktrainer.data.rank_consistency import audit
+from ktrainer.data.rank_consistency import audit, checksum
 from ktrainer.distributed import World
 from ktrainer.errors import DivergenceError
 from ktrainer.state.durations import Duration, Every
@@ -104,7 +103,7 @@ class Audit(Callback):
         layers = named_layers(self.model) if local else []
         of_rank = {n for layer, n in layers if any(id(v) in local for v in layer.variables)}
         found = [(n, array) for n, array in found if n.partition("/")[0] not in of_rank]
-        here = {name: zlib.crc32(array.tobytes()) for name, array in found}
+        here = {name: checksum(array) for name, array in found}
         every = world.allgather(here, "audit of values that are no weights")
         common = set.intersection(*map(set, every))  # a rank that has joined looks at more
         differ = {n for n in common if len({each[n] for each in every}) > 1} - self._warned

@@ -168,7 +168,7 @@ def audit(world: World, named_arrays: Mapping[str, Any]) -> None:
     """
     if world.size == 1:
         return
-    sums = {name: _checksum(value) for name, value in named_arrays.items()}
+    sums = {name: checksum(value) for name, value in named_arrays.items()}
     what = "audit the weights"
     digests = _exchange(world, _digest64(list(sums.items())), what)
     if (digests == digests[0]).all():
@@ -207,7 +207,8 @@ def _digest64(value: Any) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _checksum(value: Any) -> str:
+def checksum(value: Any) -> str:
+    """Type, shape and checksum of an array's values."""
     array = np.ascontiguousarray(value)
     crc = zlib.crc32(array.reshape(-1).view(np.uint8).data) if array.size else 0
     return f"{array.dtype}{list(array.shape)} {crc:08x}"

@@ -133,17 +133,23 @@ def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
         return []
     known = [*model.variables, *model.metrics_variables]
     known += [v for optimizer in optimizers_of(model) for v in optimizer.variables]
-    seen = {id(getattr(v, "variable", getattr(v, "_value", v))) for v in known}
+    seen = {id(inner_variable(v)) for v in known}
     found = []
     for layer, name in named_layers(model):
         for each in _inside(vars(layer), f"{ATTRIBUTE}{name}"):
             dtype = tf.as_dtype(each.variable.dtype)
             numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
-            inner = getattr(each.variable, "_value", each.variable)
+            inner = inner_variable(each)
             if numeric and id(inner) not in seen:
                 seen.add(id(inner))
                 found.append(each)
     return list(zip(unique_names([each.path for each in found]), found, strict=True))
+
+
+def inner_variable(variable: Any) -> Any:
+    """TensorFlow's variable inside of a `StateVariable` or a variable of Keras."""
+    variable = getattr(variable, "variable", variable)
+    return getattr(variable, "_value", variable)
 
 
 def layer_arrays(model: Any) -> list[tuple[str, np.ndarray]]:

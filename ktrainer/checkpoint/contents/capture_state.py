@@ -14,7 +14,6 @@ those of the whole model, so a checkpoint fits any number of stages.
 from __future__ import annotations
 
 import warnings
-import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -39,6 +38,7 @@ from ktrainer.checkpoint.contents.powersgd_state import (
     powersgd_facts,
     powersgd_names,
 )
+from ktrainer.data.rank_consistency import checksum
 from ktrainer.distributed import World
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
@@ -185,11 +185,11 @@ def _common_attributes(model: Any, world: World) -> Arrays:
     arrays = {name: view_of(variable) for name, variable in attribute_variables(model)}
     if world.size == 1 or placement_of(model) is not None:
         return arrays
-    here = {(n, a.shape, a.dtype.name, zlib.crc32(a.tobytes())) for n, a in arrays.items()}
+    here = {(name, checksum(array)) for name, array in arrays.items()}
     every = world.allgather(here, "comparison of attributes")  # of those that have none, too
-    common = {name for name, *_ in set.intersection(*every)}
+    common = {name for name, _ in set.intersection(*every)}
     told = _told.setdefault(model, set())
-    differ = sorted({name for name, *_ in set.union(*every)} - common - told)
+    differ = sorted({name for name, _ in set.union(*every)} - common - told)
     told.update(differ)
     if differ and world.is_root:
         warnings.warn(

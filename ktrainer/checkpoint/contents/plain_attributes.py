@@ -10,7 +10,6 @@ Classes derived from `ktrainer.Callback` are left out: whoever writes one knows 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 import zlib
@@ -200,9 +199,9 @@ def _may_be_set(callback: Any, name: str) -> bool:
 
 
 def _set(callback: Any, name: str, value: Any) -> None:
-    if not (_may_be_set(callback, name) and _is_plain(value)):
+    value, present = _copy_or_fingerprint(value), vars(callback).get(name)
+    if not _may_be_set(callback, name) or isinstance(value, _Fingerprint) or value is _NotPlain:
         return
-    present, value = vars(callback).get(name), copy.deepcopy(value)
     if type(present) is list and type(value) is list:  # which the script may have, too
         present[:] = value
     elif type(present) is dict and type(value) is dict:

@@ -15,7 +15,7 @@ from tensorflow.python.framework.auto_control_deps_utils import get_read_write_r
 
 from ktrainer.callbacks.base import overrides
 from ktrainer.checkpoint.contents.capture_state import variables_here
-from ktrainer.steps.named_variables import INTERNAL, variables_in
+from ktrainer.steps.named_variables import INTERNAL, inner_variable, variables_in
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.random_numbers import draws_by_count
 from ktrainer.steps.variable_placement import placement_of
@@ -95,8 +95,7 @@ def _held(model: Any, callbacks: Iterable[Any]) -> set[int]:
         if overrides(callback, "state_dict"):
             held += variables_in(vars(callback))
             held += [v for v in vars(callback).values() if isinstance(v, keras.Variable)]
-    found = [getattr(v, "variable", v) for v in held]  # of a StateVariable
-    found = [getattr(v, "_value", v) for v in found]  # of a Keras variable
+    found = [inner_variable(v) for v in held]
     found = [getattr(v, "_v", v) for v in found]  # of a tf.distribute strategy
     return {id(each) for v in found for each in (v, *getattr(v, "values", ()))}
 

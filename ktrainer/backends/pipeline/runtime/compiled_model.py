@@ -55,6 +55,8 @@ class CompiledModel:
         self._denominators: dict[Any, Denominators] = {}
         self.uniform = True
         self._seed = global_seed()
+        of_loss = variables_in(getattr(settings.model, "loss", None))
+        self._of_loss = [v for v in of_loss if isinstance(v, keras.Variable)]
 
     def forget(self, uniform: bool) -> None:
         """Drop the compiled stages, since the shapes of the data have changed."""
@@ -107,10 +109,7 @@ class CompiledModel:
     def _state(self, stage: StageGraph, mode: Mode) -> list[Any]:
         state = [*stage.non_trainable, self._seed.state]
         if stage.is_last and mode != "predict":
-            model = self.settings.model
-            of_loss = variables_in(getattr(model, "loss", None))
-            state += model.metrics_variables
-            state += [v for v in of_loss if isinstance(v, keras.Variable)]
+            state += [*self.settings.model.metrics_variables, *self._of_loss]
         return list({id(v): v for v in state}.values())
 
     def _trace(
