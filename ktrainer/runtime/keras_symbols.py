@@ -293,25 +293,25 @@ keras.src.random.seed_generator
         pipeline, tf_distribute, checkpoint: read; its key in the global state
 keras.src.backend.tensorflow.random
     normal(shape, mean, stddev, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     uniform(shape, minval, maxval, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     truncated_normal(shape, mean, stddev, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     categorical(logits, num_samples, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     randint(shape, minval, maxval, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     dropout(inputs, rate, noise_shape, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     shuffle(x, axis, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     gamma(shape, alpha, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     binomial(shape, counts, probabilities, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     beta(shape, alpha, beta, dtype, seed)
-        verify: replaced; draws that do not depend on the batch
+        steps, verify: replaced; draws that do not depend on the batch
     _get_concrete_noise_shape(inputs, noise_shape)
         verify: called; the shape of dropout's draws
 keras.src.trainers.data_adapters.array_slicing

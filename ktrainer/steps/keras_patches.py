@@ -14,6 +14,7 @@ puts them back:
 | `metrics.Mean.update_state` | a scalar counts with the part's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
+| `random.normal`, `random.dropout` and others | but not those of a shape that is no example's |
 | `gen_random_ops.random_uniform` and others | so does `tf.random`, in a shape of examples |
 | `Variable._direct_assign` | to learn which statistics a step moved |
 | `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |
@@ -34,6 +35,7 @@ import tensorflow as tf
 from keras import ops
 from keras.src.backend.tensorflow import core as tf_core
 from keras.src.backend.tensorflow import nn as tf_nn
+from keras.src.backend.tensorflow import random as tf_random
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
@@ -56,13 +58,22 @@ from ktrainer.steps.clipped_gradients import (
 from ktrainer.steps.inner_functions import traced_with_the_step
 from ktrainer.steps.loss_denominators import reduce_weighted_values
 from ktrainer.steps.mean_metrics import update_mean
-from ktrainer.steps.random_numbers import draw_for_rows, draw_of_shape, next_seed
+from ktrainer.steps.random_numbers import (
+    draw_for_rows,
+    draw_of_shape,
+    keras_draw_for_rows,
+    keras_draw_of_shape,
+    keras_dropout,
+    keras_shuffle,
+    next_seed,
+)
 from ktrainer.steps.step_context import StepContext, tracing
 from ktrainer.steps.step_helpers import warn_of_integer
 from ktrainer.steps.step_options import is_overwritten, through_hooks
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 from ktrainer.steps.update_guard import UpdateGuard, scales_loss
 
+_OF_SHAPE = ("normal", "uniform", "randint", "truncated_normal", "gamma", "binomial", "beta")
 _Update = Callable[[list[Any]], Any]  # of gradients
 
 
@@ -89,6 +100,10 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -
         (tf_nn, "_compute_moments_sync", _compute_moments_sync),
         (BatchNormalization, "_moments", _masked_moments),
         (SeedGenerator, "next", next_seed),
+        *((tf_random, name, keras_draw_of_shape) for name in _OF_SHAPE),
+        (tf_random, "categorical", keras_draw_for_rows),
+        (tf_random, "shuffle", keras_shuffle),
+        (tf_random, "dropout", keras_dropout),
         (gen_random_ops, "random_standard_normal", draw_of_shape),
         (gen_random_ops, "random_uniform", draw_of_shape),
         (gen_random_ops, "random_uniform_int", draw_of_shape),

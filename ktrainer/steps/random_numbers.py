@@ -9,7 +9,7 @@ stage 0. Replacements for functions of Keras and TensorFlow; see
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -31,6 +31,8 @@ def next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
 
     def next_of_rank(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
+        if context.draws_for_batch:
+            return seed
         stage = context.stage if id(self.state) in context.shared_seeds else 0
         if isinstance(context.rank, int) and context.rank == 0 and not stage:
             return seed
@@ -64,6 +66,66 @@ def draw_of_shape(context: StepContext, original: Callable[..., Any]) -> Any:
 def draw_for_rows(context: StepContext, original: Callable[..., Any]) -> Any:
     """An operation of `tf.random` that draws for each row of its input."""
     return _draw(context, original, lambda rows, *_: rows.shape)
+
+
+def keras_draw_of_shape(context: StepContext, original: Callable[..., Any]) -> Any:
+    """A function of `keras.random` that is given the shape of what it draws."""
+    return _keras_draw(context, original, lambda shape, *_, **__: _sizes(shape))
+
+
+def keras_draw_for_rows(context: StepContext, original: Callable[..., Any]) -> Any:
+    """`keras.random.categorical`, which draws for each row of its input."""
+    return _keras_draw(context, original, lambda logits, *_, **__: _sizes_of(logits)[:1])
+
+
+def keras_shuffle(context: StepContext, original: Callable[..., Any]) -> Any:
+    """`keras.random.shuffle`, which draws an order of one axis."""
+    return _keras_draw(context, original, lambda x, axis=0, **__: _sizes_of(x)[axis:][:1] or [None])
+
+
+def keras_dropout(context: StepContext, original: Callable[..., Any]) -> Any:
+    """`keras.random.dropout`, which draws for each element of its input, or of its noise shape."""
+
+    def sizes(inputs: Any, rate: Any, noise_shape: Any = None, **_: Any) -> list[int | None]:
+        own = _sizes_of(inputs)
+        if noise_shape is None or own == [None]:
+            return own
+        return [a if b is None else b for a, b in zip(own, _sizes(noise_shape), strict=True)]
+
+    return _keras_draw(context, original, sizes)
+
+
+def _keras_draw(
+    context: StepContext, original: Callable[..., Any], sizes: Callable[..., list[int | None]]
+) -> Any:
+    """A draw for examples differs between ranks; one that cannot be for examples is of the batch,
+    and does not. Where shapes are static, any that the rows divide may be for examples."""
+
+    def draw(*args: Any, **named: Any) -> Any:
+        rows = context.rows if context.rows is not None else context.rows_of_draws
+        whole = tf.get_static_value(rows) if rows is not None else None
+        may_be = any(n is None or (whole and n % whole == 0) for n in sizes(*args, **named))
+        before = context.draws_for_batch
+        context.draws_for_batch = not may_be and not context.predicts
+        try:
+            return original(*args, **named)
+        finally:
+            context.draws_for_batch = before
+
+    return draw
+
+
+def _sizes(shape: Any) -> list[int | None]:
+    """The sizes of dimensions, None where they are unknown while the step is traced."""
+    if tf.is_tensor(shape):
+        shape = tf.get_static_value(shape)
+    if shape is None or (isinstance(shape, tf.TensorShape) and shape.rank is None):
+        return [None]
+    return [tf.get_static_value(n) for n in (shape if isinstance(shape, Iterable) else [shape])]
+
+
+def _sizes_of(tensor: Any) -> list[int | None]:
+    return _sizes(tf.TensorShape(tensor.shape))
 
 
 def _draw(

@@ -101,6 +101,8 @@ class StepContext(TracedContext):
         rows_agree: whether all arguments of a step of the user's own have so many.
         rows_of_draws: the rows for which `tf.random` draws, where `rows` are not known: those of a
             pipeline's microbatch, whose tensors have static shapes.
+        draws_for_batch: a function of `keras.random` draws what is not for examples, the same on
+            all ranks.
         gathered: row counts and weights of what was gathered in this step; see `steps.all_gather`.
         in_global_loss: a loss of the whole batch is computed now, the same on all ranks; see
             `steps.loss_scope`.
@@ -152,6 +154,7 @@ class StepContext(TracedContext):
     rows: int | tf.Tensor | None = None
     rows_agree: tf.Tensor | None = None
     rows_of_draws: int | None = None
+    draws_for_batch: bool = False
     gathered: list[GatheredRows] = field(default_factory=list)
     in_global_loss: bool = False
     predicts: bool = False

@@ -112,3 +112,58 @@ def noise_of_layer() -> list[list[float]]:
 def test_noise_of_a_layer_differs(ranks: Callable[..., Any]) -> None:
     noise = np.array(ranks(2).run(noise_of_layer))
     assert len(np.unique(noise)) == noise.size
+
+
+def drawn_by_keras(strategy: str) -> list[tuple[Any, Any]]:
+    """What two steps draw by functions of `keras.random` for rows, and for the batch."""
+    import keras
+    import tensorflow as tf
+    from keras import random
+
+    seeds = keras.random.SeedGenerator(7)
+
+    def step(x: Any) -> Any:
+        rows = tf.shape(x)[0]
+        ones = tf.tile(x[None, :, None], [3, 1, 41])  # rows second, as in time-major data
+        of_rows = [
+            random.normal([rows, 3], seed=seeds),
+            random.normal((3, rows), seed=seeds),
+            random.beta(tf.shape(ones), 2.0, 3.0, seed=seeds),
+        ]
+        masks = [random.dropout(ones, 0.5, shape, seeds) for shape in (None, (1, None, 41))]
+        masks = tf.transpose(tf.concat(masks, 0), [1, 0, 2])
+        of_batch = [
+            random.uniform((), seed=seeds),
+            *tf.unstack(random.truncated_normal((3,), seed=seeds)),
+            *tf.unstack(random.gamma(tf.constant([2]), 2.0, seed=seeds)),
+            *tf.unstack(tf.reshape(random.dropout(tf.ones((5, 7)), 0.5, seed=seeds), [-1])),
+            *tf.unstack(random.shuffle(tf.range(9.0), seed=seeds)),
+            *tf.unstack(random.dropout(ones, 0.5, (1, 1, 41), seeds)[0, 0]),
+        ]
+        of_rows = [tf.reshape(each, [-1]) for each in of_rows]
+        return tf.concat(of_rows, 0), masks, tf.stack(of_batch)
+
+    with trainer(strategy, seed=3) as it:
+        found = []
+        for x in it.distribute(tf.data.Dataset.from_tensors(tf.ones(4 * ROWS)).repeat(2)):
+            results = it.run(step, x)
+            if strategy == "mirrored":
+                each = zip(*map(it.strategy.experimental_local_results, results), strict=True)
+            else:
+                each = [results]
+            found.append([[draw.numpy().tolist() for draw in draws] for draws in each])
+        return found
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "mirrored"])
+def test_keras_draws_alike_what_is_not_for_rows(ranks: Callable[..., Any], strategy: str) -> None:
+    by_process = under(ranks, strategy, drawn_by_keras, strategy)
+    (alone,) = ranks(1).run(drawn_by_keras, "data_parallel")
+    steps = list(zip(*by_process, strict=True))
+    for step, ((_, _, of_one),) in zip(steps, alone, strict=True):
+        first, second = (replica for process in step for replica in process)
+        assert not set(first[0]) & set(second[0])
+        masks = np.concatenate([first[1], second[1]]).reshape(4 * ROWS, -1)
+        assert len(np.unique(masks, axis=0)) == 4 * ROWS
+        assert first[2] == second[2] == of_one
+    assert steps[0][0][0][2] != steps[1][0][0][2]
