@@ -243,7 +243,7 @@ class Trainer(CustomLoop):
         Args:
             model, x, y, batch_size, sample_weight, callbacks: as in `fit`. A `data.batch_size` of a
                 file or the command line wins, and a line says so, once.
-            verbose: accepted for compatibility and ignored.
+            verbose: for callbacks that ask `params` for it; nothing is shown.
             steps: batches to evaluate on; default: all.
             return_dict: False for a list, as `Model.evaluate` returns it.
 
@@ -257,6 +257,7 @@ class Trainer(CustomLoop):
         model = resolve_model(self.backend, model)
         run = partial(evaluate, common_logs=self._context().has_common_logs)
         given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
+        given["verbose"] = verbose
         logs = self._over("evaluate", run, model, x, y, sample_weight, **given)
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
@@ -287,6 +288,7 @@ class Trainer(CustomLoop):
 
         model = resolve_model(self.backend, model)
         given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
+        given["verbose"] = verbose
         return self._over("predict", predict, model, x, **given)
 
     @leaves_strategy_scope

@@ -166,6 +166,14 @@ def cut_logs_of_keras(callbacks: Iterable[Any], resumed: bool) -> None:
                 if not logger.csv_file.closed:  # open with "a" after a resume, else with "w"
                     logger.csv_file.seek(length)
                 logger.writer, logger.append_header = None, length == 0
+                logger.keys = _columns(known, logger.sep) if length else None
+
+
+def _columns(path: str, separator: str) -> list[str]:
+    """The names in the head of a CSVLogger's file but the epoch's. Keras would take those of the
+    first epoch that it writes, which may have other logs."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return next(csv.reader(file, delimiter=separator))[1:]
 
 
 def log_end(logger: keras.callbacks.CSVLogger) -> list[Any] | None:

@@ -30,6 +30,7 @@ from ktrainer.callbacks.lr_schedules import (
 )
 from ktrainer.distributed import World
 from ktrainer.state.durations import Duration
+from ktrainer.steps.named_variables import INTERNAL
 from ktrainer.steps.variable_placement import placement_of
 
 
@@ -292,7 +293,7 @@ def multiply_schedule(optimizer: Any) -> Any:
     replaced on this one optimizer, because Keras reads schedules nowhere else.
     """
     original = optimizer._get_current_learning_rate
-    factor = keras.Variable(1.0, trainable=False, dtype="float32", name="learning_rate_factor")
+    factor = keras.Variable(1.0, trainable=False, dtype="float32", name=f"factor_{INTERNAL}")
 
     def scaled() -> Any:
         value = keras.ops.convert_to_tensor(original())

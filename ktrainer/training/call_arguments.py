@@ -163,6 +163,7 @@ def pass_arguments(
     batch_size: int | None,
     steps: int | None,
     callbacks: Any,
+    verbose: Any = None,
 ) -> CallArguments:
     """The arguments of `Trainer.evaluate` and `Trainer.predict` as `CallArguments`.
 
@@ -182,6 +183,7 @@ def pass_arguments(
         data=data,
         callbacks=callback_list(callbacks),
         batches_per_epoch=steps,
+        verbose="auto" if verbose is None else verbose,
     )
 
 

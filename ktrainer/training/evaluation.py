@@ -256,7 +256,14 @@ def run_over_data(
     )
     require_end(feed, "steps=...")
     mine = on_rank(call.callbacks, world.rank)
-    callbacks = keras.callbacks.CallbackList(mine, model=model, add_history=False)
+    callbacks = keras.callbacks.CallbackList(
+        mine,
+        model=model,
+        add_history=False,
+        verbose=call.verbose,  # `params` of the callbacks, as in Keras
+        epochs=1,
+        steps=feed.num_batches,
+    )
     try:
         if check and world.size > 1:
             check_consistency(world, data_facts=data_facts(feed, "given"))

@@ -14,6 +14,7 @@ from ktrainer import distributed
 from ktrainer.callbacks import Callback
 from ktrainer.checkpoint import capture
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
+from ktrainer.checkpoint.contents.plain_attributes import note_attributes
 from ktrainer.checkpoint.contents.run_snapshot import take_snapshot
 from ktrainer.checkpoint.format.value_encoding import decode_json, encode_json
 from ktrainer.distributed import SingleWorld
@@ -192,6 +193,27 @@ class CountingStop(Counts, keras.callbacks.EarlyStopping):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         keras.callbacks.EarlyStopping.on_epoch_end(self, epoch, logs)
         self.count += 1
+
+
+def test_a_class_derived_from_keras_looks_for_less_after_a_resume() -> None:
+    """Keras changes the sign of `min_delta` as it sees the first value."""
+
+    class Stops(keras.callbacks.EarlyStopping):
+        pass
+
+    def make() -> Any:
+        callback = Stops("loss", min_delta=0.05, patience=1)
+        callback.set_model(small_model())
+        callback.on_train_begin()
+        note_attributes([callback])
+        return callback
+
+    first, second = make(), make()
+    first.on_epoch_end(0, {"loss": 1.0})
+    load_callback_states([second], *callback_states([first]))
+    for callback in (first, second):
+        callback.on_epoch_end(1, {"loss": 1.04})  # worse
+        assert (callback.min_delta, callback.wait, callback.best) == (-0.05, 1, 1.0)
 
 
 class CoolingDown(Callback, keras.callbacks.ReduceLROnPlateau):

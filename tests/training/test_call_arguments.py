@@ -396,6 +396,23 @@ def test_arguments_by_position(quiet: dict[str, Any]) -> None:
         np.testing.assert_array_equal(trainer.predict(model, x, 7, 0, 2), model.predict(x, 7, 0, 2))
 
 
+def test_params_of_callbacks_are_those_of_the_call(quiet: dict[str, Any]) -> None:
+    x, y = arrays()
+    found: list[Any] = []
+    look = keras.callbacks.LambdaCallback()
+    look.on_test_begin = look.on_predict_begin = lambda logs=None: found.append(look.params)
+    with Trainer(quiet) as trainer:
+        model = build()
+        trainer.fit(model, x, y, 5, 3, 0, [look])
+        found.clear()
+        for methods in (trainer, model):
+            given = [model] if methods is trainer else []
+            methods.evaluate(*given, x, y, batch_size=7, callbacks=[look])
+            methods.predict(*given, x, batch_size=7, verbose=0, callbacks=[look])
+            methods.evaluate(*given, x, y, batch_size=7, verbose=2, steps=2, callbacks=[look])
+    assert found[:3] == found[3:]
+
+
 def orders(settings: dict[str, Any], fits: int) -> list[list[float]]:
     """The rows in the order that each of several fits takes them, an epoch each."""
     y, found = np.arange(9.0), []

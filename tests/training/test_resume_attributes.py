@@ -261,18 +261,21 @@ def test_a_checkpoint_without_them(tmp_path: Path, first: Any, second: Any, says
 
 def test_a_variable_that_no_checkpoint_holds_is_named_once(tmp_path: Path) -> None:
     mean, weight = tf.Variable(1.0, name="mean"), tf.Variable(1.0, name="read_only")
-    kept = tf.Variable(1.0, name="kept")
+    kept, annealed = tf.Variable(1.0, name="kept"), tf.Variable(1.0, name="annealed")
 
     def loss(y_true: Any, y_pred: Any) -> Any:
         values = keras.losses.sparse_categorical_crossentropy(y_true, y_pred, from_logits=True)
         tf.cond(mean > 0, lambda: mean.assign(0.9 * mean), lambda: mean.assign_add(kept))
         kept.assign(weight)
-        return values / mean
+        return values / mean * annealed
 
     class Keeps(keras.callbacks.Callback):
         def __init__(self) -> None:
             super().__init__()
             self.kept = kept
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            annealed.assign(0.9 * annealed)
 
         def state_dict(self) -> dict[str, Any]:
             return {"kept": float(kept.numpy())}
@@ -286,8 +289,10 @@ def test_a_variable_that_no_checkpoint_holds_is_named_once(tmp_path: Path) -> No
             model = Plain()
             model.compile("sgd", loss)
             trainer.fit(model, data(), callbacks=[Keeps()])
-    (text,) = (str(each.message) for each in said if "checkpoints do not" in str(each.message))
-    assert "the variable 'mean', which updates assign, and no layer, loss" in text
+    texts = [str(each.message) for each in said if "checkpoints do not" in str(each.message)]
+    assert len(texts) == 2
+    assert "the variable 'mean', which updates assign, and no layer, loss" in texts[0]
+    assert "the variable 'annealed', which updates read and the script changes" in texts[1]
 
 
 def test_variables_of_a_loss_in_a_pipeline_are_named(tmp_path: Path) -> None:

@@ -130,9 +130,11 @@ def test_a_resumed_csv_log_is_that_of_one_run(tmp_path: Path, append: bool, kind
 
     def run(name: str, *others: Any) -> bytes:
         log = kind(tmp_path / name, append=append)
-        words = settings(tmp_path / f"run of {name}", trainer__epochs=5, checkpoint__every="3ba")
+        more = {"trainer__epochs": 5, "trainer__validate_every": "2ep"}  # not after the first
+        words = settings(tmp_path / f"run of {name}", checkpoint__every="3ba", **more)
+        rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)  # is in the logs
         with pytest.raises(InterruptedError) if others else nullcontext():
-            train(words, lambda: [log, *others], plain)
+            train(words, lambda: [rate, log, *others], plain_rate)
         log.csv_file.close()  # which Keras leaves open where the run fails
         assert log.append is append
         return (tmp_path / name).read_bytes()
@@ -613,16 +615,19 @@ class StopsAtLeastLoss(keras.callbacks.Callback):
         super().__init__()
         self.patience, self.best_weights = patience, None
         self.losses: dict[str, list[float]] = {"all": []}
+        self.decay, self.ends = tf.Variable(1.0), keras.Variable(0, dtype="int32")
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.wait, self.best = 0, np.inf
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.calls += 1
-        self.model.optimizer.learning_rate = 0.2 * (1 + self.calls % 7)
+        self.decay.assign(0.99 * self.decay)
+        self.model.optimizer.learning_rate = 0.2 * (1 + self.calls % 7) * self.decay
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.losses["all"].append(np.float64(logs["loss"]))
+        self.ends.assign_add(1)
         if logs["loss"] < self.best:
             self.best, self.wait, self.best_weights = logs["loss"], 0, self.model.get_weights()
         else:
@@ -650,6 +655,7 @@ def test_what_a_callback_counts_without_state_dict_resumes(tmp_path: Path, end: 
     first, again = made[0], made[-1]
     assert (again.calls, again.wait, again.best) == (first.calls, first.wait, first.best)
     assert (again.losses, again.patience) == (first.losses, 2)
+    assert (int(again.ends), float(again.decay)) == (int(first.ends), float(first.decay))
     for one, two in zip(again.best_weights, first.best_weights, strict=True):
         np.testing.assert_array_equal(one, two)
 

@@ -1,9 +1,10 @@
 """Plain attributes of callbacks of the user's own: what they count without a `state_dict`.
 
-Numbers, strings, and lists and dicts of these, that have changed since `on_train_begin` are part of
-a callback's state, as are lists of weights. What has not changed is how it was made, which a
-restarted script may have made otherwise. Of a callback that has also changed a collection of
-another kind, nothing is kept, since a part would not fit the rest; a warning says so.
+Numbers, scalar variables, strings, and lists and dicts of these, that have changed since
+`on_train_begin` are part of a callback's state, as are lists of weights. What has not changed is
+how it was made, which a restarted script may have made otherwise. Of a callback that has also
+changed a collection of another kind, nothing is kept, since a part would not fit the rest; a
+warning says so.
 
 Classes derived from `ktrainer.Callback` are left out: whoever writes one knows of `state_dict`.
 """
@@ -24,6 +25,7 @@ import tensorflow as tf
 
 from ktrainer.callbacks.base import Callback, overrides
 from ktrainer.distributed import current_world
+from ktrainer.errors import ModelError
 
 _NOT_STATE = ("model", "_model", "params", "validation_data", "trainer")
 _AT_BEGIN, _WARNED = "_ktrainer_at_begin", "_ktrainer_warned"  # attributes that are noted here
@@ -124,8 +126,15 @@ def _attributes(callback: Any) -> dict[str, Any]:
     the callback's is derived from."""
     bases = {*type(callback).__mro__} - {keras.callbacks.Callback}
     hidden = ("_",) if any(map(_is_keras_own, bases)) else ("__", "_ktrainer_")
-    names = [n for n in list(vars(callback)) if not n.startswith(hidden) and n not in _NOT_STATE]
+    left_out = _not_state(callback)
+    names = [n for n in list(vars(callback)) if not n.startswith(hidden) and n not in left_out]
     return {name: vars(callback)[name] for name in names if name in vars(callback)}
+
+
+def _not_state(callback: Any) -> tuple[str, ...]:
+    """Names of attributes that are no state. Keras changes the sign of `min_delta` once, as it
+    finds out whether less is better."""
+    return (*_NOT_STATE, "min_delta") if hasattr(callback, "monitor_op") else _NOT_STATE
 
 
 def _values(callback: Any) -> dict[str, Any]:
@@ -137,7 +146,7 @@ def _values(callback: Any) -> dict[str, Any]:
 def _copy_or_fingerprint(value: Any) -> Any:
     try:
         return _plain_copy(value, [_MAX_ENTRIES], _MAX_DEPTH)
-    except RuntimeError:  # another thread is changing it
+    except (RuntimeError, ModelError):  # another thread changes it, or another stage has it
         return _NotPlain
     except _NotPlain:
         pass
@@ -160,7 +169,8 @@ def _plain_copy(value: Any, room: list[int], depth: int) -> Any:
     Raises:
         _NotPlain: it is none, or too large.
     """
-    if isinstance(value, np.generic) or (_is_eager(value) and not value.shape.rank):
+    scalar = isinstance(value, np.generic) or (_is_eager(value) and not value.shape.rank)
+    if scalar or is_scalar_variable(value):
         value = np.asarray(value).item()
     room[0] -= 1
     if value is None or type(value) in (bool, int, float):
@@ -174,6 +184,11 @@ def _plain_copy(value: Any, room: list[int], depth: int) -> Any:
     if any(type(key) is not str for key in value):
         raise _NotPlain
     return {key: _plain_copy(each, room, depth - 1) for key, each in value.items()}
+
+
+def is_scalar_variable(value: Any) -> bool:
+    """Return whether a value is a variable, of TensorFlow or Keras, of one number."""
+    return isinstance(value, (tf.Variable, keras.Variable)) and tuple(value.shape) == ()
 
 
 def _is_eager(value: Any) -> bool:
@@ -195,14 +210,16 @@ def _same(one: Any, two: Any) -> bool:
 def _may_be_set(callback: Any, name: str) -> bool:
     # A checkpoint is untrusted: no method is replaced.
     usual = inspect.getattr_static(type(callback), name, None)
-    return name.isidentifier() and name not in _NOT_STATE and _is_plain(usual)
+    return name.isidentifier() and name not in _not_state(callback) and _is_plain(usual)
 
 
 def _set(callback: Any, name: str, value: Any) -> None:
     value, present = _copy_or_fingerprint(value), vars(callback).get(name)
     if not _may_be_set(callback, name) or isinstance(value, _Fingerprint) or value is _NotPlain:
         return
-    if type(present) is list and type(value) is list:  # which the script may have, too
+    if is_scalar_variable(present) and type(value) in (bool, int, float):
+        present.assign(value)
+    elif type(present) is list and type(value) is list:  # which the script may have, too
         present[:] = value
     elif type(present) is dict and type(value) is dict:
         present.clear()

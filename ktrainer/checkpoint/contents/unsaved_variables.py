@@ -10,19 +10,24 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 
 from ktrainer.callbacks.base import overrides
 from ktrainer.checkpoint.contents.capture_state import variables_here
-from ktrainer.steps.named_variables import INTERNAL, inner_variable, variables_in
+from ktrainer.checkpoint.contents.plain_attributes import is_scalar_variable, is_users_own
+from ktrainer.steps.named_variables import INTERNAL, inner_variable, variables_in, view_of
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.random_numbers import draws_by_count
 from ktrainer.steps.variable_placement import placement_of
 
 _DRAWS = "tf.random"
+_MAX_BYTES = 1 << 16  # of variables whose values are compared
 _checked: WeakSet[Any] = WeakSet()  # graphs
 _warned: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # names of variables, by model
+# By model and id, variables that updates only read, and their values at the first checkpoint.
+_read: WeakKeyDictionary[Any, dict[int, tuple[Any, Any]]] = WeakKeyDictionary()
 
 
 def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any]) -> None:
@@ -45,6 +50,11 @@ def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any])
         names = {_name_of(v) for v in found if INTERNAL not in v.name}
         what = "which updates assign, and no layer, loss or optimizer has among its attributes"
         remedy = "Make it an attribute of one"
+        _warn(model, names, what, remedy)
+        _note_read(model, new, held | {id(v) for v in found})
+        names = {_name_of(v) for v, first in _read[model].values() if not _is(v, first)}
+        what = "which updates read and the script changes"
+        remedy = "Make it an attribute of a layer or, if it is a scalar, of a callback"
     else:
         optimizers = optimizers_of(model)
         weights = [*model.variables, *(v for each in optimizers for v in each.variables)]
@@ -54,15 +64,32 @@ def warn_of_unsaved(model: Any, graphs: Iterable[Any], callbacks: Iterable[Any])
         names = {_name_of(v) for v in found}
         what = "of the loss or an optimizer of a pipeline"
         remedy = "Make it with `add_weight(trainable=False)` in a layer"
+    _warn(model, names, what, remedy)
+
+
+def _warn(model: Any, names: set[str], what: str, remedy: str) -> None:
     warned = _warned.setdefault(model, set())
     for name in sorted(names - warned):
         warnings.warn(
             f"checkpoints do not hold the variable {name!r}, {what}: a run that resumes, and a "
             f"rank that joins, begin with its initial value. {remedy}, or save it in the "
             "`state_dict` of a callback",
-            stacklevel=4,
+            stacklevel=5,
         )
     warned |= names
+
+
+def _note_read(model: Any, graphs: Iterable[Any], others: set[int]) -> None:
+    """Note the values of variables that graphs read, but for `others`, by id."""
+    noted = _read.setdefault(model, {})
+    for variable in (v for graph in graphs for v in graph.variables):
+        size = variable.dtype.size * (variable.shape.num_elements() or 0)
+        if id(variable) not in others and INTERNAL not in variable.name and size <= _MAX_BYTES:
+            noted.setdefault(id(variable), (variable, view_of(variable)))
+
+
+def _is(variable: Any, value: Any) -> bool:
+    return np.array_equal(view_of(variable), value, equal_nan=value.dtype.kind in "fc")
 
 
 def _warn_of_draws(model: Any) -> None:
@@ -92,6 +119,8 @@ def _held(model: Any, callbacks: Iterable[Any]) -> set[int]:
         if getattr(layer, "stateful", False):
             held += keras.tree.flatten(getattr(layer, "states", None) or [])
     for callback in callbacks:
+        if is_users_own(callback):
+            held += [v for v in vars(callback).values() if is_scalar_variable(v)]
         if overrides(callback, "state_dict"):
             held += variables_in(vars(callback))
             held += [v for v in vars(callback).values() if isinstance(v, keras.Variable)]
