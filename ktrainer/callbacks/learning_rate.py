@@ -1,19 +1,21 @@
 """The learning rate as a pure function of the global step.
 
 Events used: `set_model` (wrap schedules before the step is traced), `on_train_begin` and
-`on_epoch_begin` (read rates that other callbacks restored; set the base rate), `on_step_begin` (set
-the rate of the next step), `on_train_end` (set the base rate again).
+`on_epoch_begin` (read rates that other callbacks restored; set the base rate),
+`on_train_batch_begin` (set the base rate where others may set it), `on_step_begin` (set the rate of
+the next step), `on_train_end` (set the base rate again).
 
     rate(step) = base * scale(size) * warmup(step) * product of the active multipliers
 
 Nothing is accumulated from step to step, so a resume, or a second `fit`, cannot compound. The
 base rate is the optimizer's when a `LearningRate` first saw it; it is part of the callback's state
-in a checkpoint. Other callbacks find it in the optimizer at the begin of an epoch, so that those
-which set a rate then, whatever the one before, set the base.
+in a checkpoint. Other callbacks find it in the optimizer at the begin of an epoch, and of a batch,
+so that those which set a rate then, whatever the one before, set the base.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +66,8 @@ class LearningRate(Callback):
     """Scale, warm up and schedule the learning rate of all of a model's optimizers.
 
     Works with a float rate and with a `LearningRateSchedule` (whose values are multiplied). A
-    rate that other code sets before the first step of an epoch, such as LearningRateScheduler, is
-    the base. One that is set later, as by ReduceLROnPlateau, changes the base by the same ratio.
+    rate that other code sets as an epoch or a batch begins, such as LearningRateScheduler, is the
+    base. One that is set later, as by ReduceLROnPlateau, changes the base by the same ratio.
     Alone under Keras, put this callback before such callbacks.
 
     Args:
@@ -77,6 +79,9 @@ class LearningRate(Callback):
             by new/old, because they hold past steps times the old rate (Goyal et al., 2.2).
         steps_per_epoch: updates in an epoch; default: the trainer's or Keras' number.
         world: the ranks; default: the trainer's, or this process's.
+
+    Attributes:
+        base_at_batches: whether other callbacks may set a rate as a batch begins.
 
     Raises:
         ConfigError: an unknown scale, a length in seconds, or one in epochs of unknown length.
@@ -97,6 +102,7 @@ class LearningRate(Callback):
         self.warmup = as_duration(warmup, "lr.warmup")
         self.schedule = [LrStage.of(stage) for stage in schedule]
         self.momentum_correction = momentum_correction
+        self.base_at_batches = False
         self._given_steps = steps_per_epoch
         self._own_world = world
         self._made: list[int] = []  # updates of each optimizer, up to `on_train_begin`
@@ -147,8 +153,16 @@ class LearningRate(Callback):
         super().on_epoch_begin(epoch, logs)
         self._look = True
         self._take_restored()
-        if self.progress.batch or self.progress.begun:
-            return  # of an epoch that has begun before the rate stays as it is
+        if not self.progress.batch and not self.progress.begun:
+            self._set_base()  # of an epoch that has begun before the rate stays as it is
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if self.base_at_batches and self.trainer is not None:
+            self._set_base()
+            self._look = True
+        super().on_train_batch_begin(batch, logs)
+
+    def _set_base(self) -> None:
         for optimizer, rate in self._known():
             if rate.base is not None:
                 _multiply(optimizer, rate, 1.0)
@@ -156,13 +170,16 @@ class LearningRate(Callback):
     def _take_restored(self) -> None:
         """Read the rates that were restored in `on_train_begin`, as by Keras' BackupAndRestore. The
         updates that the optimizer has made were restored, too: it is no rate of the user's, but one
-        that a LearningRate had set, of the base that is known."""
+        that a LearningRate had set for the last of them."""
         for optimizer, made in zip(self._optimizers, self._made, strict=False):
             rate = _rates.get(optimizer)
             if rate is None or not rate.base or made == int(optimizer._iterations.numpy()):
                 continue
             present = _present(optimizer)
             if present != rate.set_to:
+                last = self.factor(max(0, self.progress.step - 1))
+                if last and not math.isclose(present / last, rate.base, rel_tol=1e-6):
+                    rate.base = present / last  # others had changed it
                 rate.factor = rate.momentum = present / rate.base
                 rate.set_to = present
         self._made = []
@@ -222,6 +239,9 @@ class LearningRate(Callback):
                 # Scaled when it was saved, but not configured now: back to the base.
                 present = _float_rate(optimizer)
                 _rates[optimizer] = rate = _Rate(present, present)
+            if rate is not None and rate.base is not None and old["factor"] is None:
+                rate.base = rate.set_to = _present(optimizer)  # not scaled when it was saved
+                rate.factor = rate.momentum = 1.0
             if rate is None or old["factor"] is None:
                 continue
             rate.factor, rate.momentum = old["factor"], old.get("momentum", old["factor"])

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ktrainer.callbacks.broadcast import BroadcastVariables
+from ktrainer.callbacks.callback_list import handles
 from ktrainer.callbacks.learning_rate import LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.callbacks.metric_averaging import AverageMetrics
@@ -58,15 +59,20 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
         schedule=cfg.lr.schedule,
         momentum_correction=cfg.lr.momentum_correction,
     )
-    configured = [callback_registry.build(spec, allow=cfg.allow) for spec in cfg.callbacks.values()]
+    others = [*user_callbacks]
+    others += [callback_registry.build(spec, allow=cfg.allow) for spec in cfg.callbacks.values()]
+    rate.base_at_batches = any(
+        handles(each, event)
+        for each in others
+        for event in ("on_train_batch_begin", "on_batch_begin")
+    )
     callbacks = [
         BroadcastVariables(),
         *_profile(cfg),
         rate,
         AverageMetrics(),
         *_watches(cfg),
-        *user_callbacks,
-        *configured,
+        *others,
         *_health(cfg),
         *records,
         *checkpoints,

@@ -218,9 +218,62 @@ def test_a_rate_that_is_set_when_training_begins_is_the_base() -> None:
         assert rate_of(model) == pytest.approx(0.02)
 
 
+PER_BATCH = {  # what a callback sets as a batch begins, and the base rate of an update
+    "absolute": (lambda step, rate: 0.01 * (1 + step), lambda step: 0.01 * (1 + step)),
+    "relative": (lambda step, rate: 0.9 * rate, lambda step: 0.1 * 0.9 ** (1 + step)),
+}
+
+
+@pytest.mark.parametrize("kind", PER_BATCH)
+def test_rates_that_are_set_as_a_batch_begins_are_scaled(tmp_path, kind: str) -> None:
+    change, base = PER_BATCH[kind]
+
+    class Sets(keras.callbacks.Callback):
+        step = 0
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.model.optimizer.learning_rate = change(self.step, rate_of(self.model))
+            self.step += 1
+
+    seen, factors = EachStep(rate_of), [4.0] * 3 + [2.0] * 7
+    stages = [{"start": "0ba", "multiplier": 4.0}, {"start": "3ba", "multiplier": 0.5}]
+    settings = {"run": {"dir": str(tmp_path)}, "logging": {"progress": "none"}}
+    settings["lr"] = {"schedule": stages}
+    with Trainer(settings, callbacks=[Sets(), seen]) as trainer:
+        trainer.fit(small_model(), data(50), batch_size=10, epochs=2)
+    expected = [factor * base(step) for step, factor in enumerate(factors)]
+    np.testing.assert_allclose(seen.seen, expected, rtol=1e-6)
+
+
+def test_a_rate_that_was_lowered_before_there_was_a_schedule_stays_low(tmp_path) -> None:
+    """As by ReduceLROnPlateau, in the part of a run that had no `lr.schedule`."""
+
+    class Lower(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = 0.01
+
+    def train(epochs: int, callback: Any, **more: Any) -> None:
+        settings = {"run": {"dir": str(tmp_path)}, "checkpoint": {"every": "1ep"}, **more}
+        settings["logging"] = {"progress": "none"}
+        with Trainer(settings, callbacks=[callback]) as trainer:
+            trainer.fit(small_model(), data(50), batch_size=10, epochs=epochs)
+
+    seen = EachStep(rate_of)
+    train(1, Lower())
+    train(2, seen, lr={"schedule": [{"start": "7ba", "multiplier": 0.1}]})
+    np.testing.assert_allclose(seen.seen, [0.01] * 2 + [0.001] * 3, rtol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
-def test_a_rate_that_keras_restores_is_not_the_base(tmp_path) -> None:
+@pytest.mark.parametrize("rate_changes", [False, True])
+def test_a_rate_that_keras_restores_is_not_the_base(tmp_path, rate_changes: bool) -> None:
     """Nor does the momentum, restored too, follow a change that is none."""
+
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if rate_changes:
+                self.model.optimizer.learning_rate = rate_of(self.model) / 2
+
     settings = {"scale": "linear", "warmup": "3ep", "world": Sized(4)}
 
     def train(epochs: int, *more: Any) -> tuple[Any, list[float]]:
@@ -231,7 +284,7 @@ def test_a_rate_that_keras_restores_is_not_the_base(tmp_path) -> None:
         )
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", run_eagerly=True)
         model.optimizer.build(model.trainable_variables)
-        fit(model, [LearningRate(**settings), *more, seen], epochs=epochs)
+        fit(model, [LearningRate(**settings), Halve(), *more, seen], epochs=epochs)
         return model, seen.seen
 
     class Fails(keras.callbacks.Callback):
