@@ -15,6 +15,7 @@ from ktrainer.steps.compiled_step import CompiledStep, graphs_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.metric_logs import LoggedResults
+from ktrainer.steps.metric_states import warn_of_unlisted
 from ktrainer.steps.named_variables import INTERNAL
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.powersgd import powersgd_of
@@ -214,8 +215,10 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
                 self._logged.recording(),
                 summed_statistics(context, self.model),
             ):
-                logs = self._logged.noting(self._step)(batch)
+                logs = self._logged.noting(self._step, context)(batch)
             parts = self._gradients.take(context)
+        if self.collectives is not None:
+            warn_of_unlisted(self.model, context.assigned)
         self._assigned.update(context.assigned)
         return logs, parts
 

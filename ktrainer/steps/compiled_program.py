@@ -28,6 +28,7 @@ from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.local_layers import check_local_layers, local_variables
 from ktrainer.steps.loss_scope import gather_loss_inputs, refuse_xla
 from ktrainer.steps.metric_logs import LoggedResults, LogSource
+from ktrainer.steps.metric_states import warn_of_unlisted
 from ktrainer.steps.optimizers import optimizers_of
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.program_interface import LocalBatchLike, Logs, Program
@@ -256,7 +257,9 @@ class CompiledProgram(Program):
                     logged.recording(),
                     summed_statistics(context, self.model),
                 ):
-                    logs = logged.noting(step)(batch)
+                    logs = logged.noting(step, context)(batch)
+                if self.collectives is not None:
+                    warn_of_unlisted(self.model, context.assigned)
                 if kind == "train":
                     check_applied(context, self.model)
                     average_statistics(context, self.model)

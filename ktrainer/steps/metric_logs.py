@@ -10,7 +10,7 @@ that runs eagerly leaves no trace of such computation, and has only the results 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,12 +74,14 @@ class LoggedResults:
         self.sources: dict[LogPath, LogSource | None] = {}
         self._returned: dict[int, tuple[Any, Any]] = {}  # a result, which keeps its id, and whose
         self._updated: set[int] = set()
+        self._partial: set[int] = set()  # results of metrics that the step had updated before
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Remember what metrics return meanwhile; a step is traced inside, in any thread."""
         self._returned.clear()
         self._updated.clear()
+        self._partial.clear()
         with Replacements() as replacing:
             for metric in leaf_metrics(self._model):
                 replacing.set(metric, "result", self._result(metric))
@@ -87,11 +89,22 @@ class LoggedResults:
             yield
         self._returned.clear()
 
-    def noting(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`step`, of which it is noted where its logs come from."""
+    def noting(
+        self, step: Callable[[Any], Any], context: Any, one_process: bool = False
+    ) -> Callable[[Any], Any]:
+        """`step`, of which it is noted where its logs come from.
+
+        Args:
+            context: the `StepContext` that it is traced in, or one that delegates to those of
+                replicas.
+            one_process: whether all replicas are of this process.
+        """
 
         def noted(batch: Any) -> Any:
             logs = step(batch)
+            if context.collectives is not None:
+                gradients = [gradient for gradient, _ in context.part_gradients.values()]
+                self._warn_of_gradients(gradients, one_process)
             if isinstance(logs, Mapping):
                 found = flatten_paths(logs)
                 self.logs = unflatten_paths(logs, dict.fromkeys(found))
@@ -100,6 +113,33 @@ class LoggedResults:
             return logs
 
         return noted
+
+    def _warn_of_gradients(self, gradients: Iterable[Any], one_process: bool) -> None:
+        """Warn of gradients that depend on results of metrics that have not counted all rows: in
+        one process they have, until the step updates them."""
+        local = {
+            k: metric
+            for k, (_, metric) in self._returned.items()
+            if not one_process or k in self._partial
+        }
+        waiting = [getattr(each, "values", each) for each in gradients if each is not None]
+        seen, found = set[int](), set[str]()
+        while local and waiting:
+            tensor = waiting.pop()
+            if id(tensor) in local:
+                found.add(local[id(tensor)].name)
+            elif tf.is_symbolic_tensor(tensor) and id(tensor.op) not in seen:
+                seen.add(id(tensor.op))
+                waiting += tensor.op.inputs
+        for name in sorted(found):
+            warnings.warn(
+                f"gradients of {type(self._model).__name__}.train_step depend on the result of the "
+                f"metric {name!r}, which has counted the rows of one rank or replica: training is "
+                "not that of one process. Keep what the step needs in a variable of "
+                "add_weight(trainable=False), whose values are averaged, or with "
+                'aggregation="sum", added up.',
+                stacklevel=2,
+            )
 
     def of_metrics(self, paths: Collection[LogPath], names: Collection[str]) -> set[LogPath]:
         """Those of `paths` that are metrics' results, whose names are `names`."""
@@ -130,6 +170,8 @@ class LoggedResults:
                 value = tf.identity(value.value)
             if tf.is_tensor(value):
                 self._returned[id(value)] = value, metric
+                if id(metric) in self._updated:
+                    self._partial.add(id(value))
             return value
 
         return result

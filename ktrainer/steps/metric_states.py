@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -99,6 +99,28 @@ def is_compiled_metrics(metric: Any) -> bool:
 def leaf_metrics(model: keras.Model) -> list[Any]:
     """The model's metrics, with those that are compiled one by one."""
     return [leaf.metric for metric in model.metrics for leaf in metric_leaves(metric, 0)]
+
+
+def warn_of_unlisted(model: keras.Model, assigned: Collection[int]) -> None:
+    """Warn of metrics in which a step counts, and which `model.metrics` does not list: Keras leaves
+    out those of models inside, and a class may override the property.
+
+    Args:
+        assigned: `id()` of the variables that the step has assigned.
+    """
+    listed = {id(metric) for metric in model.metrics}
+    for layer in model._flatten_layers(include_self=True, recursive=True):
+        for metric in layer._metrics:
+            counts = any(id(v) in assigned for v in metric.variables)
+            if counts and id(metric) not in listed:
+                kind = type(model).__name__
+                warnings.warn(
+                    f"a step counts in the metric {metric.name!r} of {layer.name}, which the "
+                    f"property `metrics` of {kind} does not list: logs have the average of what "
+                    "each rank or replica has counted of its own rows. Override the property in "
+                    f"{kind}, to return that metric too (Keras then resets it in each epoch)",
+                    stacklevel=2,
+                )
 
 
 def unadded_metrics(model: keras.Model) -> list[Any]:

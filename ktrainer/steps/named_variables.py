@@ -27,15 +27,16 @@ _WITH_STATE = (
     keras.Loss,
     keras.optimizers.Optimizer,
     keras.optimizers.schedules.LearningRateSchedule,
+    keras.Metric,  # that `model.metrics` does not list
 )
 _PER_CALL = ("_losses", "states")  # what Keras' layers keep of one
 # Made eagerly, and while a function is traced.
 _RESOURCE_VARIABLES = (ResourceVariable, UnliftedInitializerVariable)
-# Where TensorFlow has an object's attributes, and Keras a model's loss, a second time.
+# Where TensorFlow has an object's attributes, and Keras a model's loss and metrics, a second time.
 _ALIASES = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
-    "_compile_loss",
+    *("_compile_loss", "_compile_metrics", "_loss_tracker", "_metrics", "_variables"),
 )
 
 
@@ -123,8 +124,9 @@ def all_variables(model: Any) -> list[tuple[str, Any]]:
 def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
     """(unique name, variable) of each `tf.Variable`, and of the state of each
     `tf.random.Generator`, that a layer of `model`, its loss or an optimizer has as an attribute, or
-    in a list, dict or `tf.Module` there; also Keras' variables and seeds of a loss, or of a
-    schedule. Keras does not know of them. The same names in each process.
+    in a list, dict or `tf.Module` there; also Keras' variables and seeds of a loss, of a schedule,
+    or of a metric that `model.metrics` does not list. Keras does not know of them. The same names
+    in each process.
 
     None of a model that is cut into stages, where only the stage of a layer has its values, nor
     variables that have a value for each replica.
@@ -190,7 +192,7 @@ def _inside(
     """Variables and generators that `value` is or has.
 
     Args:
-        of_keras: those of Keras, too, as in losses, optimizers and schedules. What a layer has
+        of_keras: those of Keras, too, as in losses, optimizers and the like. What a layer has
             besides its weights, such as what it remembers, is not of a run.
     """
     if of_keras and isinstance(value, keras.random.SeedGenerator):
@@ -218,7 +220,7 @@ def _inside(
 
 
 def variables_in(value: Any) -> list[Any]:
-    """The variables, TensorFlow's and those of Keras' losses, optimizers and schedules, and the
+    """The variables, TensorFlow's and those of Keras' losses, optimizers and the like, and the
     states of random generators, that `value` is or has."""
     return [each.variable for each in _inside(value, "")]
 

@@ -92,12 +92,20 @@ def test_how_processes_share_the_data(ranks: Callable[..., Any], tmp_path: Path)
 
 
 def assigning_step(
-    strategy: str, devices: int | None = None, resets: int = 2, **more: Any
+    strategy: str,
+    devices: int | None = None,
+    resets: int = 2,
+    reads: bool = True,
+    eager: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
-    """What a `train_step` gives that assigns its learning rate, resets metrics, and counts rows.
+    """What a `train_step` gives that assigns its learning rate, resets metrics, trains on what
+    another one has counted, and counts rows.
 
     Args:
         resets: how many metrics; the second one must see the outputs of all replicas.
+        reads: train on what a metric has counted, which a process knows of its own rows.
+        eager: run the step eagerly.
     """
     import keras
     import tensorflow as tf
@@ -132,6 +140,7 @@ def assigning_step(
             super().__init__()
             self.counting, self.dense = Counting(), keras.layers.Dense(3)
             self.of_batch = [keras.metrics.Sum(name="of_batch"), Largest()][:resets]
+            self.seen = keras.metrics.Mean(name="seen")
 
         def call(self, x: Any, training: bool = False) -> Any:
             return self.dense(self.counting(x, training=training))
@@ -139,7 +148,11 @@ def assigning_step(
         def train_step(self, data: Any) -> Any:
             updates = tf.cast(self.optimizer.iterations, self.dtype)
             self.optimizer.learning_rate.assign(0.5 / (1 + updates))
-            logs = super().train_step(data)
+            x, y = data
+            if reads:
+                x = x + self.seen.result()
+                self.seen.update_state(x[:, 1])
+            logs = super().train_step((x, y))
             for metric in self.of_batch:
                 metric.reset_state()
                 metric.update_state(data[0][:, 0])
@@ -152,7 +165,7 @@ def assigning_step(
     with trainer(strategy, devices, data__batch_size=16, trainer__epochs=2, **more) as it:
         model = Assigning()
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.1), loss)
+        model.compile(keras.optimizers.Adam(0.1), loss, run_eagerly=eager)
         history = it.fit(model, vectors(33)).history
         values = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
     return {"history": history, "values": values}
@@ -169,10 +182,11 @@ XLA = {"trainer__xla": "true"}
         more("mirrored", 2, {**XLA, "resets": 1}),
         more("mirrored", 2, {"trainer__accumulate": 2}),
         ("one_device", None, {}),
-        more(WORKERS, 1, {**XLA, "resets": 1}),
-        ("data_parallel", None, {"resets": 0}),
-        more("data_parallel", None, {**XLA, "resets": 0}),
-        more("data_parallel", None, {"trainer__accumulate": 2, "resets": 0}),
+        ("mirrored", 2, {"eager": True}),
+        more(WORKERS, 1, {**XLA, "resets": 1, "reads": False}),
+        ("data_parallel", None, {"resets": 0, "reads": False}),
+        more("data_parallel", None, {**XLA, "resets": 0, "reads": False}),
+        more("data_parallel", None, {"trainer__accumulate": 2, "resets": 0, "reads": False}),
     ],
 )
 def test_what_a_step_assigns(
@@ -187,6 +201,68 @@ def test_what_a_step_assigns(
             np.testing.assert_allclose(mine, values, rtol=1e-9, err_msg=key)
         for mine, value in zip(ours["values"], truth["values"], strict=True):
             np.testing.assert_allclose(mine, value, rtol=1e-9, atol=1e-11)
+
+
+def metrics_apart(strategy: str) -> list[str]:
+    """What is said of metrics that a step trains on, and of one of a model inside."""
+    import warnings
+
+    import keras
+    import tensorflow as tf
+
+    class Inner(keras.Model):
+        def __init__(self) -> None:
+            super().__init__(name="inner")
+            self.dense, self.rows = keras.layers.Dense(1), keras.metrics.Sum(name="rows")
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x)
+
+    class Outer(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.seen, self.now = (keras.metrics.Mean(name=name) for name in ("seen", "now"))
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+        def train_step(self, data: Any) -> Any:
+            x = data[0]
+            before = self.seen.result()
+            self.now.update_state(x)
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - before - self.now.result()) ** 2)
+            weights = self.trainable_weights
+            self.optimizer.apply(tape.gradient(loss, weights), weights)
+            self.seen.update_state(x)
+            self.inner.rows.update_state(tf.ones_like(x[:, 0]))
+            return {"rows": self.inner.rows.result(), "seen": self.seen.result()}
+
+    devices = 2 if strategy == "mirrored" else None
+    quiet = trainer(strategy, devices, health__verify="off")
+    with quiet as it, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = Outer()
+        model.compile("sgd")
+        it.fit(model, vectors(33))
+    texts = [str(each.message) for each in said]
+    return [text for text in texts if "gradients of Outer" in text or "a step counts" in text]
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "one_device", "data_parallel"])
+def test_metrics_that_do_not_count_all_rows_are_named(
+    ranks: Callable[..., Any], strategy: str
+) -> None:
+    """In one process a metric has counted all rows before the step, and not in it."""
+    names = {"mirrored": ["now"], "one_device": [], "data_parallel": ["now", "seen"]}[strategy]
+    for texts in under(ranks, strategy, metrics_apart, strategy):
+        found = {
+            name for name in ("now", "seen") for text in texts if f"metric {name!r}, wh" in text
+        }
+        assert found == {*names}
+        unlisted = [text for text in texts if "the metric 'rows' of inner, which the" in text]
+        assert bool(unlisted) == bool(names)
 
 
 def averaging_step(

@@ -166,3 +166,23 @@ def wait_until_greeted(process: subprocess.Popen[str]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(process.communicate()[1])
+
+
+def test_a_sum_with_an_earlier_value_is_no_addition() -> None:
+    """As of a step that goes back a part of the way that an optimizer has gone."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.backends.tf_distribute.parameter_server.sharded_variables import adding_at_once
+
+    variable = keras.Variable(3.0)
+
+    @tf.function
+    def step() -> None:
+        before = tf.identity(variable.value)
+        variable.assign(variable + 1.0)
+        variable.assign(before + 0.5 * (variable - before))
+
+    with adding_at_once():
+        step()
+    assert float(variable) == 3.5

@@ -130,7 +130,7 @@ def test_a_resumed_csv_log_is_that_of_one_run(tmp_path: Path, append: bool, kind
 
     def run(name: str, *others: Any) -> bytes:
         log = kind(tmp_path / name, append=append)
-        more = {"trainer__epochs": 5, "trainer__validate_every": "2ep"}  # not after the first
+        more = {"trainer__epochs": 5, "trainer__validate_every": "2ep"}
         words = settings(tmp_path / f"run of {name}", checkpoint__every="3ba", **more)
         rate = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate)  # is in the logs
         with pytest.raises(InterruptedError) if others else nullcontext():
@@ -139,12 +139,14 @@ def test_a_resumed_csv_log_is_that_of_one_run(tmp_path: Path, append: bool, kind
         assert log.append is append
         return (tmp_path / name).read_bytes()
 
-    for name in ("whole", "first", "fourth"):
+    for name in ("whole", "first", "second", "fourth"):
         (tmp_path / name).write_text("epoch,of another run\n0,1\n1,2\n2,3\n3,4\n")
     whole = run("whole")
     assert len(whole.splitlines()) == (10 if append else 6)
     assert whole.startswith(run("fourth", Fails(3)))  # after three rows, of which one is repeated
     assert run("fourth") == whole
+    run("second", Fails(2))  # of which one is cut: the next row has logs of the validation
+    assert run("second") == whole
     run("first", Fails(0, 3))  # after a checkpoint in the first epoch
     assert run("first") == whole
 

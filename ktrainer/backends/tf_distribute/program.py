@@ -195,7 +195,9 @@ class ReplicatedProgram(Program):
             check_metrics(self.model)
         logged = self._logged[kind]
         step = logged.noting(
-            python_step(self.model.train_step if training else self.model.test_step)
+            python_step(self.model.train_step if training else self.model.test_step),
+            self.replicas.contexts,
+            self.replicas.in_one_process,
         )
 
         def on_all(batch: Any, counts: tf.Tensor) -> Any:

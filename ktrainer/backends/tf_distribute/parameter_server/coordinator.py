@@ -80,6 +80,10 @@ class RemoteReplicas(Replicas):
 
         return counted
 
+    def _start_of(self, variable: Any, is_read: bool) -> tf.Tensor:
+        """Zero: the values are the coordinator's, and workers count in any order."""
+        return super()._start_of(variable, False)
+
     def add_counts(self, counted: dict[Places, np.ndarray]) -> None:
         """Add the metric counts of steps to the metrics."""
         for places, values in counted.items():

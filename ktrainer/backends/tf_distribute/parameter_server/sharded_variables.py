@@ -162,6 +162,17 @@ def _added_to(variable: Any, value: Any) -> tf.Tensor | None:
         while read.op.type == "Identity":
             read = read.op.inputs[0]
         is_read = read.op.type == "ReadVariableOp" and read.op.inputs[0].name == handle.name
+        if is_read and _is_written_after(read.op, handle):
+            return None
         if is_read and more.dtype == variable.dtype and more.shape == variable.shape:
             return more
     return None
+
+
+def _is_written_after(read: Any, handle: tf.Tensor) -> bool:
+    """Whether the graph of a read may change the variable between it and the present moment."""
+    operations = handle.graph.get_operations()
+    later = operations[operations.index(read) + 1 :]
+    return any(
+        op.type != "ReadVariableOp" and any(each is handle for each in op.inputs) for op in later
+    )

@@ -113,7 +113,10 @@ class ReplicaAccumulation(UpdateInParts[ReplicaPart]):
 
     def _compute(self, batch: Any, counts: tf.Tensor, denominators: tf.Tensor) -> Any:
         """The logs of one local batch, and the gradients that each replica has of it."""
-        step = self._logged.noting(python_step(self.model.train_step))
+        replicas = self.replicas
+        step = self._logged.noting(
+            python_step(self.model.train_step), replicas.contexts, replicas.in_one_process
+        )
 
         def compute(rows: Any) -> tuple[Any, Tensors]:
             logs = step(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,7 +90,7 @@ class Contexts(TracedContext):
     ) -> None:
         """Call `update` once for all replicas, with variables of the optimizer, such as its
         learning rate, as the step has assigned them."""
-        scope = _replica_scope()
+        scope = replica_scope()
         changes = [] if scope is None else scope.taken(optimizer.variables)
 
         def assign_and_update(values: list[Any]) -> None:
@@ -122,7 +122,7 @@ class ReplicaScope(keras.StatelessScope):
     """Keeps what a replica assigns, and gives the other variables as they are.
 
     Args:
-        zero: variables that begin at zero.
+        starts: metrics' variables, and the values that the replica adds to.
         assign_weight: what is done with a value for a variable that is trained, which is read,
             and differentiated by, where it is.
         noted: notes what is assigned too, by id.
@@ -135,17 +135,16 @@ class ReplicaScope(keras.StatelessScope):
 
     def __init__(
         self,
-        zero: Collection[Any],
+        starts: Sequence[tuple[Any, tf.Tensor]],
         assign_weight: Callable[[Any, Any], None],
         noted: dict[int, Any],
     ) -> None:
-        mapping = [(v, tf.zeros(v.shape, v.dtype)) for v in zero]
-        super().__init__(mapping, initialize_variables=False)
+        super().__init__(starts, initialize_variables=False)
         self.assigned: dict[int, Any] = {}
         self.constants: dict[int, np.ndarray] = {}
         self.losses_of: dict[int, list[Any]] = {}
         self._assign_weight, self._noted = assign_weight, noted
-        self._zeros = dict(self.state_mapping)
+        self._starts = dict(self.state_mapping)
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
@@ -157,12 +156,18 @@ class ReplicaScope(keras.StatelessScope):
         self.assigned[id(variable)] = self._noted[id(variable)] = variable
         super().add_update((variable, tf.cast(value, variable.dtype)))
 
+    def note_reset(self, variables: Iterable[Any]) -> None:
+        """Note that a metric's `reset_state` has set these, where a step runs eagerly."""
+        for variable in variables:
+            if id(variable) in self.assigned:
+                self.constants[id(variable)] = np.asarray(self.state_mapping[id(variable)])
+
     def before(self, variable: Any) -> tf.Tensor:
         """The value that the replica's additions started from."""
         if id(variable) in self.constants:
             return tf.cast(self.constants[id(variable)], variable.dtype)
-        if id(variable) in self._zeros:
-            return self._zeros[id(variable)]
+        if id(variable) in self._starts:
+            return self._starts[id(variable)]
         return tf.identity(variable._value)
 
     def taken(self, variables: Iterable[Any]) -> list[tuple[Any, tf.Tensor]]:
@@ -188,17 +193,17 @@ def losses_by_replica() -> Iterator[None]:
     originals = [getattr(layer, name) for name in names]
 
     def add_loss(self: Any, loss: Any) -> None:
-        if (scope := _replica_scope()) is None:
+        if (scope := replica_scope()) is None:
             originals[0](self, loss)
         else:
             scope.losses_of.setdefault(id(self), []).extend(keras.tree.flatten(loss))
 
     def own_losses(self: Any) -> Any:
-        scope = _replica_scope()
+        scope = replica_scope()
         return originals[1](self) if scope is None else scope.losses_of.get(id(self), [])[:]
 
     def clear_losses(self: Any) -> None:
-        if (scope := _replica_scope()) is None:
+        if (scope := replica_scope()) is None:
             originals[2](self)
             return
         scope.losses_of.pop(id(self), None)
@@ -210,7 +215,8 @@ def losses_by_replica() -> Iterator[None]:
         yield
 
 
-def _replica_scope() -> ReplicaScope | None:
+def replica_scope() -> ReplicaScope | None:
+    """The scope that this thread is in."""
     scope = global_state.get_global_attribute("stateless_scope")
     return scope if isinstance(scope, ReplicaScope) else None
 
@@ -223,7 +229,7 @@ def assigned_once(contexts: Contexts) -> Iterator[None]:
         def assign(variable: Any, *args: Any, **named: Any) -> Any:
             apart = (variable, getattr(variable, "handle", None))
             in_strategy = any(hasattr(each, "_distributed_container") for each in apart)
-            if _replica_scope() is not None and not in_strategy:
+            if replica_scope() is not None and not in_strategy:
                 raise ModelError(
                     f"a step assigns to {variable.name}, a tf.Variable outside of the strategy, "
                     "which every replica would do. Make it with add_weight(trainable=False), or "

@@ -8,14 +8,15 @@ happen at once, for they are shared:
     weights      `optimizer.apply` meets the other replicas', and is run once for all of them,
                  with gradients already summed
     statistics   assigned to a scope of the replica's own; their weighted mean is assigned after
-    metrics      start from zero in that scope; what they come to is added up after. Metrics that
-                 do not add up are updated with each replica's outputs, one after another
+    metrics      go on from their values in that scope; what is added there is added up after.
+                 Metrics that do not add up are updated with each replica's outputs, one after
+                 another
     seeds        every replica draws its own numbers from the same state
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -40,6 +41,7 @@ from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
     losses_by_replica,
     outside_stateless_scope,
     refuse_weight,
+    replica_scope,
     with_settings_of_this_thread,
 )
 from ktrainer.distributed.collectives import GradientCollectives
@@ -48,7 +50,13 @@ from ktrainer.steps import optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.loss_scope import gather_loss_inputs
 from ktrainer.steps.metric_logs import LoggedResults
-from ktrainer.steps.metric_states import leaf_metrics, unadded_metrics, warn_of_assigned_states
+from ktrainer.steps.metric_states import (
+    adds_up,
+    leaf_metrics,
+    unadded_metrics,
+    warn_of_assigned_states,
+    warn_of_unlisted,
+)
 from ktrainer.steps.step_context import StepContext
 from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of, warn_of_integer
 from ktrainer.steps.update_guard import LossOfStep, check_one_update
@@ -115,7 +123,7 @@ class Replicas:
         """
         if metrics:
             warn_of_assigned_states(leaf_metrics(self.model))
-        counted = {id(v): v for v in self._added_metrics()}
+        counted = [(v, self._start_of(v, metrics)) for v in self._added_metrics()]
         assigned: Assigned = []
         settings.setdefault("uniform", is_uniform(batch))
 
@@ -156,32 +164,33 @@ class Replicas:
         self,
         context: StepContext,
         step: Callable[[], Any],
-        counted: Mapping[int, Any],
+        counted: Sequence[tuple[Any, tf.Tensor]],
         assigned: Assigned,
     ) -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
         """Run a step on one replica.
 
         Args:
-            counted: variables that begin at zero, by `id()`.
+            counted: variables of metrics, and the values that are added to.
             assigned: filled with what the step assigns, these variables last.
 
         Returns:
             What the step returns, the new values of the other variables over all replicas, and what
             this replica adds to `counted`.
         """
+        last = {id(v) for v, _ in counted}
 
         def compute() -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
             with (
                 self.contexts.entered(context),
-                ReplicaScope(
-                    counted.values(), self._weight_assigner(context), context.assigned
-                ) as scope,
+                ReplicaScope(counted, self._weight_assigner(context), context.assigned) as scope,
             ):
                 if context.guard is not None:
                     context.loss = LossOfStep(self.model)
                 values = step()
-            ordered = sorted(scope.assigned.values(), key=lambda v: id(v) in counted)
+            ordered = sorted(scope.assigned.values(), key=lambda v: id(v) in last)
             found = [] if context.record else ordered
+            if context.collectives is not None:
+                warn_of_unlisted(self.model, scope.assigned)
             assigned[:] = [(v, scope.constants.get(id(v))) for v in found]
             old, new = (list(map(of, found)) for of in (scope.before, scope.get_current_value))
             for variable, value in zip(found, new, strict=True):
@@ -191,7 +200,7 @@ class Replicas:
         if context.xla:
             compute = tf.function(compute, jit_compile=True, autograph=False)
         values, old, new = compute()
-        others = [v for v, _ in assigned if id(v) not in counted]
+        others = [v for v, _ in assigned if id(v) not in last]
         n = len(others)
         added = [
             if_present(context, more - start) for start, more in zip(old[n:], new[n:], strict=True)
@@ -298,6 +307,10 @@ class Replicas:
         value = self.contexts.of_first_replica(tf.convert_to_tensor(value))
         self.contexts.call_once(lambda first: variable.assign(first[0]), [value])
 
+    def _start_of(self, variable: Any, is_read: bool) -> tf.Tensor:
+        """What a replica adds to: the value of a metric's variable, which the step may read."""
+        return tf.identity(variable.value) if is_read else tf.zeros(variable.shape, variable.dtype)
+
     def _added_metrics(self) -> list[Any]:
         """Variables of metrics whose values on parts of the data add up."""
         others = {id(v) for m in unadded_metrics(self.model) for v in m.variables}
@@ -322,6 +335,10 @@ class Replicas:
                         (metric, "reset_state", self._once(reset)),
                     )
                 )
+            eager = metrics and tf.executing_eagerly()
+            for metric in leaf_metrics(self.model) if eager else []:
+                if adds_up(metric):
+                    stack.enter_context(replaced((metric, "reset_state", _noting_reset(metric))))
             yield
 
     def _once(self, reset: Callable[[], None]) -> Callable[[], None]:
@@ -350,6 +367,19 @@ class Replicas:
             replica.merge_call(for_each, args=((words, named), self.contexts.here.weight))
 
         return update_state
+
+
+def _noting_reset(metric: Any) -> Callable[[], None]:
+    """A metric's `reset_state`: of a step that runs eagerly it is not known that it assigns
+    constants."""
+    original = metric.reset_state
+
+    def reset_state() -> None:
+        original()
+        if (scope := replica_scope()) is not None:
+            scope.note_reset(metric.variables)
+
+    return reset_state
 
 
 def _done(_: Any = None) -> tf.Tensor:
