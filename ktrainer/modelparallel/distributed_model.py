@@ -15,6 +15,7 @@ from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_pen
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.global_norm import count_over_stages, forget_stages
+from ktrainer.backends.pipeline.runtime.model_call import training_argument
 from ktrainer.backends.pipeline.runtime.stage_checks import (
     refuse_empty_stages,
     refuse_shared_statistics,
@@ -58,7 +59,7 @@ class DistributedModel(keras.Model):
                 "call it inside of a function decorated with @smp.step alone, where the stages "
                 "work together. All processes call that function together."
             )
-        training = bool(kwargs.pop("training", False))
+        training = training_argument(self, kwargs)
         if len(args) != 1 or kwargs:
             raise ModelError(
                 f"model {self.name!r} was called with {len(args)} positional arguments and "
