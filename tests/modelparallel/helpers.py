@@ -113,7 +113,7 @@ def in_training() -> list[tuple[np.ndarray, np.ndarray, dict[str, Any], dict[str
     found = []
     x = tf.constant(data()[0][0])
     with started(partitions=2, microbatches=1) as smp:
-        for build, given in ((training_by_default, {}),):
+        for build, given in ((undeclared, {"training": True}), (training_by_default, {})):
             model, whole = build(smp.DistributedModel), build(keras.Model)
             predicted = smp.step(lambda x, m=model, g=given: m(x, **g))(x).concat()
             want = whole(x, **given)

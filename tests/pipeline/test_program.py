@@ -292,6 +292,52 @@ def test_weights_that_a_layer_assigns_in_a_step_of_its_own_are_refused(trainer: 
         trainer.fit(model, data())
 
 
+class Undeclared(keras.Model):
+    """Trains its layers by the `training` of its call, which its `call` does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [
+            layers.Dense(5),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=3),
+            layers.Dense(3),
+        ]
+
+    def call(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class UndeclaredOwn(Undeclared):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", [Undeclared, UndeclaredOwn])
+def test_training_reaches_layers_of_a_call_without_it(kind: Callable[[], Any]) -> None:
+    """Where the step gives it; Keras' own does not."""
+    found = []
+    for more in ({}, {"backend": {**PIPELINE["backend"], "microbatches": 1}}):
+        keras.utils.set_random_seed(1)
+        model = kind()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with make(more) as it:
+            history = it.fit(model, data(32)).history
+            found.append((history["loss"], it.evaluate(model, data(32))["loss"], model.weights))
+    (*truth, expected), (*ours, weights_found) = found
+    for a, b in zip([*truth, *expected], [*ours, *weights_found], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    trains = kind is UndeclaredOwn
+    assert bool(np.any(expected[4].numpy())) == trains
+
+
 def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
     model = keras.Model({"a": a, "b": b}, layers.Concatenate()([a, b]))
