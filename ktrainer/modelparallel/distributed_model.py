@@ -28,6 +28,7 @@ from ktrainer.distributed.collectives import InOrder
 from ktrainer.errors import CheckpointError, ConfigError, ModelError
 from ktrainer.modelparallel import coroutines, state
 from ktrainer.modelparallel.model_call import RUNNER, run_through_stages
+from ktrainer.steps.variable_broadcast import equalise_partitions
 from ktrainer.steps.variable_placement import placement_of
 
 _hooks: list[Callable[[], Any]] = []
@@ -184,6 +185,7 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
         refuse_empty_stages(planned)
         _refuse_float16(model)
         if now.mp.size > 1:
+            equalise_partitions(model, planned.placement)  # drawn by each, maybe without a seed
             _count_norms(model, now.mp)
         for hook in list(_hooks):
             hook()

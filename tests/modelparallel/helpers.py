@@ -121,6 +121,32 @@ def in_training() -> list[tuple[np.ndarray, np.ndarray, dict[str, Any], dict[str
     return found
 
 
+def tied_without_a_seed() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The weights on this rank of a model whose last layer is its first one's kernel, and its
+    outputs, where each rank draws other values."""
+    import keras
+    import tensorflow as tf
+
+    with started(partitions=2, microbatches=2) as smp:
+        keras.utils.set_random_seed(smp.rank())
+
+        class Tied(smp.DistributedModel):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__(name="tied")
+                self.first = keras.layers.Dense(4, use_bias=False, name="first")
+                self.inner = [keras.layers.Dense(4, name=f"inner_{k}") for k in range(3)]
+
+            def call(self, x: Any) -> Any:
+                x = self.first(x)
+                for layer in self.inner:
+                    x = layer(x)
+                return keras.ops.matmul(x, keras.ops.transpose(self.first.kernel))
+
+        model, x = Tied(), tf.constant(data()[0][0])
+        predicted = smp.step(lambda x: model(x))(x).concat().numpy()
+        return weights(model), predicted
+
+
 def loss_of(y: Any, predicted: Any) -> Any:
     import tensorflow as tf
 
