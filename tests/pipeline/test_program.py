@@ -17,7 +17,7 @@ from ktrainer.backends.pipeline.stage.compiled_stage import CompiledStage
 from ktrainer.data.batch_specs import spec_of
 from ktrainer.data.local_batch import LocalBatch
 from ktrainer.steps import StepOptions
-from tests.pipeline.trained import aux
+from tests.pipeline.trained import aux, spectral
 from tests.small import data, weights
 
 PIPELINE = {"backend": {"name": "pipeline", "partitions": 1, "microbatches": 2}}
@@ -550,6 +550,21 @@ def test_recomputed_draws_of_tf_random_are_those_of_the_forward_pass() -> None:
         model.compile(keras.optimizers.SGD(1.0), loss)
         losses = it.fit(model, (data(8)[0],) * 2).history["loss"]
         np.testing.assert_allclose(1 - weights(model)[0], losses[0], rtol=1e-4)
+
+
+def test_gradients_go_through_complex_numbers_between_stages() -> None:
+    """`test_equality` and `test_own_steps` have the same between processes."""
+    found = []
+    chunks = {**PIPELINE["backend"], "schedule": "interleaved", "chunks": 2, "microbatches": 1}
+    for more in ({}, {"backend": chunks}):
+        keras.utils.set_random_seed(1)
+        with make(more) as it:
+            found.append(it.fit(spectral, data(32)).history["loss"])
+            found.append([w.numpy() for w in it.model.weights])
+    loss, expected, ours, actual = found
+    np.testing.assert_allclose(ours, loss, rtol=1e-5)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_models_are_let_go(trainer: Trainer) -> None:
