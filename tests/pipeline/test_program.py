@@ -220,6 +220,25 @@ class _AssignsPlainVariable(layers.Layer):
         return inputs
 
 
+class _Augmenter:
+    """A plain object, in which Keras finds no variables."""
+
+    def __init__(self) -> None:
+        self.seed = keras.random.SeedGenerator(1)
+
+    def __call__(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal((1,), seed=self.seed)
+
+
+class _DrawsByHelper(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aug = _Augmenter()
+
+    def call(self, inputs: Any) -> Any:
+        return self.aug(inputs)
+
+
 def _rematerialized() -> Any:
     with keras.RematScope("full"):
         return layers.Dense(4)
@@ -230,6 +249,10 @@ def _rematerialized() -> Any:
     [
         (_AssignsPlainVariable, "assigns the tf.Variable 'count:0'.*add_weight.*loss_scope=global"),
         (lambda: _AssignsPlainVariable(True), "assigns a tf.Variable .*cond.*add_weight"),
+        (
+            _DrawsByHelper,
+            r"assigns '.*seed_generator_state' \(.*test_program.py:\d+\).*SeedGenerator.*itself",
+        ),
         (
             lambda: layers.SpectralNormalization(layers.Dense(4)),
             "'spectral_normalization.*' assigns a weight.*backend=data_parallel",
@@ -245,6 +268,15 @@ def test_layers_that_parts_of_a_batch_would_change_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         trainer.fit(build(layer=layer()), data())
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_draws_of_a_loss_that_the_loss_does_not_have_are_refused(scope: str) -> None:
+    noisy = _Augmenter()
+    model = build(loss=lambda _, z: keras.ops.mean(noisy(z) ** 2, -1))
+    said = r"assigns '.*seed_generator_state'.*keras\.losses\.Loss"
+    with make(loss_scope=scope) as trainer, pytest.raises(ModelError, match=said):
+        trainer.fit(model, data())
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
