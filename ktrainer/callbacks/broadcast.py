@@ -13,24 +13,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from ktrainer.callbacks.base import Callback
 from ktrainer.distributed import World
-from ktrainer.distributed.array_transfer import broadcast_arrays
 from ktrainer.errors import ModelError
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables, slots_of
-from ktrainer.steps.named_variables import (
-    all_variables,
-    built_optimizers,
-    model_variables,
-    view_of,
-)
+from ktrainer.steps.named_variables import built_optimizers, model_variables
 from ktrainer.steps.program_interface import Program
-from ktrainer.steps.variable_broadcast import broadcast_variables
-from ktrainer.steps.variable_placement import Placement, finalize_normalization, placement_of
+from ktrainer.steps.variable_broadcast import broadcast_variables, equalise_partitions
+from ktrainer.steps.variable_placement import finalize_normalization, placement_of
 
 
 class BroadcastVariables(Callback):
@@ -106,7 +99,7 @@ def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any
         )
     placement = placement_of(model)
     if placement is not None:
-        _equalise_partitions(model, placement)
+        equalise_partitions(model, placement)
         world = placement.copies
     values = {id(getattr(variable, "_value", variable)) for variable in local}
     named = model_variables(model)
@@ -126,26 +119,6 @@ def broadcast_once(program: Program, world: World) -> None:
     if needed:
         broadcast_model(program.model, world)
         program.shared_variables = count
-
-
-def _equalise_partitions(model: Any, placement: Placement) -> None:
-    """Give variables that several partitions hold the values of the partition that owns them."""
-    held = {k: v for k, (_, v) in enumerate(all_variables(model)) if placement.holds(v)}
-    # By index in the list of all: names may differ, as Keras numbers layers by process history.
-    facts = {k: (placement.owns(v), view_of(v).dtype, tuple(v.shape)) for k, v in held.items()}
-    every = placement.model.allgather(facts, "list the variables of each partition")
-    shared = {k for theirs in every for k, (owns, _, _) in theirs.items() if not owns}
-    for partition, theirs in enumerate(every):
-        sent = [k for k, (owns, _, _) in theirs.items() if owns and k in shared]
-        # Partitions that do not hold a variable receive it too: a broadcast is collective.
-        arrays = [
-            view_of(held[k]) if k in held else np.empty(theirs[k][2], theirs[k][1]) for k in sent
-        ]
-        what = f"broadcast of what partition {partition} shares"
-        received = broadcast_arrays(arrays, placement.model, partition, what)
-        for k, value in zip(sent, received, strict=True):
-            if k in held and not placement.owns(held[k]):
-                held[k].assign(value)
 
 
 def _has_variables(model: Any) -> bool:

@@ -12,9 +12,11 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_penalty
+from ktrainer.backends.pipeline.graph.call_recorder import OWN_CALLS
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.global_norm import count_over_stages, forget_stages
+from ktrainer.backends.pipeline.runtime.model_call import training_argument
 from ktrainer.backends.pipeline.runtime.stage_checks import (
     refuse_empty_stages,
     refuse_shared_statistics,
@@ -26,6 +28,7 @@ from ktrainer.distributed.collectives import InOrder
 from ktrainer.errors import CheckpointError, ConfigError, ModelError
 from ktrainer.modelparallel import coroutines, state
 from ktrainer.modelparallel.model_call import RUNNER, run_through_stages
+from ktrainer.steps.variable_broadcast import equalise_partitions
 from ktrainer.steps.variable_placement import placement_of
 
 _hooks: list[Callable[[], Any]] = []
@@ -58,7 +61,7 @@ class DistributedModel(keras.Model):
                 "call it inside of a function decorated with @smp.step alone, where the stages "
                 "work together. All processes call that function together."
             )
-        training = bool(kwargs.pop("training", False))
+        training = training_argument(self, kwargs)
         if len(args) != 1 or kwargs:
             raise ModelError(
                 f"model {self.name!r} was called with {len(args)} positional arguments and "
@@ -168,6 +171,7 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
         ModelError: it cannot be traced, or stages share what only one can have.
     """
     now = state.current()
+    setattr(model, OWN_CALLS, True)
     config = pipeline_config(now.settings)
     rows = next((x.shape[0] for x in keras.tree.flatten(inputs)), None) or 1
     planned = PlannedModel(
@@ -181,6 +185,7 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
         refuse_empty_stages(planned)
         _refuse_float16(model)
         if now.mp.size > 1:
+            equalise_partitions(model, planned.placement)  # drawn by each, maybe without a seed
             _count_norms(model, now.mp)
         for hook in list(_hooks):
             hook()

@@ -28,14 +28,14 @@ class StepOutput:
         """The values, in the order of microbatches."""
         return list(self._outputs)
 
-    def reduce_sum(self) -> tf.Tensor:
-        """Sum over microbatches, element by element."""
-        return self._total(self._tensors("reduce_sum"))
+    def reduce_sum(self) -> Any:
+        """Sum over microbatches, element by element; of `tf.IndexedSlices` all slices."""
+        return self._total("reduce_sum", 1)
 
-    def reduce_mean(self) -> tf.Tensor:
-        """Mean over microbatches, element by element."""
-        tensors = self._tensors("reduce_mean")
-        return self._total(tensors) / tf.cast(len(tensors), tensors[0].dtype)
+    def reduce_mean(self) -> Any:
+        """Mean over microbatches, element by element; of `tf.IndexedSlices` all slices, divided by
+        the number of microbatches."""
+        return self._total("reduce_mean", len(self._outputs))
 
     def concat(self) -> tf.Tensor:
         """The values along axis 0, one after the other: those of the whole batch.
@@ -61,8 +61,9 @@ class StepOutput:
         return tf.stack(self._tensors("stack"))
 
     def accumulate(self, method: str = "add_n", var: Any = None) -> Any:
-        """Mean over microbatches, added up one after the other: for gradients. None if none of
-        them has one.
+        """Mean over microbatches, added up one after the other: for gradients. Of
+        `tf.IndexedSlices`, as an embedding has them, all slices, divided by the number of
+        microbatches. None if no microbatch has a gradient.
 
         Args:
             method: "add_n", "accumulate_n" or "variable", which give the same here.
@@ -78,11 +79,24 @@ class StepOutput:
         mean = self.reduce_mean()
         if var is None:
             return mean
-        var.assign(mean)
+        var.assign(tf.convert_to_tensor(mean))
         return var
 
     def __repr__(self) -> str:
         return f"StepOutput({self._outputs!r})"
+
+    def _total(self, method: str, divisor: int) -> Any:
+        """The sum over microbatches by `divisor`."""
+        if all(isinstance(value, tf.IndexedSlices) for value in self._outputs):
+            # Adam squares each slice by itself: one sum of them would give it other moments.
+            values = tf.concat([g.values for g in self._outputs], 0)
+            indices = tf.concat([g.indices for g in self._outputs], 0)
+            mean = values / tf.cast(divisor, values.dtype)
+            return tf.IndexedSlices(mean, indices, self._outputs[0].dense_shape)
+        total, *rest = self._tensors(method)
+        for tensor in rest:
+            total = total + tensor
+        return total if divisor == 1 else total / tf.cast(divisor, total.dtype)
 
     def _tensors(self, method: str) -> list[Any]:
         if any(value is None for value in self._outputs):
@@ -91,10 +105,3 @@ class StepOutput:
                 "that the loss does not depend on; leave that out before it is returned"
             )
         return [tf.convert_to_tensor(value) for value in self._outputs]
-
-    @staticmethod
-    def _total(tensors: Sequence[Any]) -> Any:
-        total = tensors[0]
-        for tensor in tensors[1:]:
-            total = total + tensor
-        return total

@@ -1,4 +1,4 @@
-"""Broadcast of named variables from one rank to all, after a comparison of their shapes."""
+"""Broadcast of variables from the rank, or the partition, that has their values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ktrainer.distributed.array_transfer import broadcast_arrays, buckets
 from ktrainer.distributed.world import World
 from ktrainer.errors import DivergenceError
 from ktrainer.runtime.garbage_collection import return_freed_memory
-from ktrainer.steps.named_variables import view_of
+from ktrainer.steps.named_variables import all_variables, view_of
+from ktrainer.steps.variable_placement import Placement
 
 
 def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: int = 0) -> None:
@@ -33,6 +34,26 @@ def broadcast_variables(named: Sequence[tuple[str, Any]], world: World, root: in
             del variable, value
         del mine, received
     return_freed_memory()
+
+
+def equalise_partitions(model: Any, placement: Placement) -> None:
+    """Give variables that several partitions hold the values of the partition that owns them."""
+    held = {k: v for k, (_, v) in enumerate(all_variables(model)) if placement.holds(v)}
+    # By index in the list of all: names may differ, as Keras numbers layers by process history.
+    facts = {k: (placement.owns(v), view_of(v).dtype, tuple(v.shape)) for k, v in held.items()}
+    every = placement.model.allgather(facts, "list the variables of each partition")
+    shared = {k for theirs in every for k, (owns, _, _) in theirs.items() if not owns}
+    for partition, theirs in enumerate(every):
+        sent = [k for k, (owns, _, _) in theirs.items() if owns and k in shared]
+        # Partitions that do not hold a variable receive it too: a broadcast is collective.
+        arrays = [
+            view_of(held[k]) if k in held else np.empty(theirs[k][2], theirs[k][1]) for k in sent
+        ]
+        what = f"broadcast of what partition {partition} shares"
+        received = broadcast_arrays(arrays, placement.model, partition, what)
+        for k, value in zip(sent, received, strict=True):
+            if k in held and not placement.owns(held[k]):
+                held[k].assign(value)
 
 
 def _check_same_variables(

@@ -78,6 +78,75 @@ def model_of(base: type, partition: Callable[[int], Any] | None = None, drop: fl
     return Net()
 
 
+def undeclared(base: type) -> Any:
+    """A subclass of `base` made of `layers()`, whose `call` leaves `training` to Keras."""
+
+    class Undeclared(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="net")
+            self.parts = layers()
+
+        def call(self, x: Any) -> Any:
+            for layer in self.parts:
+                x = layer(x)
+            return x
+
+    return Undeclared()
+
+
+def training_by_default(base: type) -> Any:
+    """The same, which trains where a call does not say otherwise."""
+
+    class Default(type(undeclared(base))):  # type: ignore[misc]
+        def call(self, x: Any, training: bool = True) -> Any:
+            return super().call(x)
+
+    return Default()
+
+
+def in_training() -> list[tuple[np.ndarray, np.ndarray, dict[str, Any], dict[str, Any]]]:
+    """Outputs in stages on this rank and in one process, and the variables afterwards: of a `call`
+    without `training`, that is given it, and of one that has it by default."""
+    import keras
+    import tensorflow as tf
+
+    found = []
+    x = tf.constant(data()[0][0])
+    with started(partitions=2, microbatches=1) as smp:
+        for build, given in ((undeclared, {"training": True}), (training_by_default, {})):
+            model, whole = build(smp.DistributedModel), build(keras.Model)
+            predicted = smp.step(lambda x, m=model, g=given: m(x, **g))(x).concat()
+            want = whole(x, **given)
+            found.append((predicted.numpy(), want.numpy(), weights(model), weights(whole)))
+    return found
+
+
+def tied_without_a_seed() -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The weights on this rank of a model whose last layer is its first one's kernel, and its
+    outputs, where each rank draws other values."""
+    import keras
+    import tensorflow as tf
+
+    with started(partitions=2, microbatches=2) as smp:
+        keras.utils.set_random_seed(smp.rank())
+
+        class Tied(smp.DistributedModel):  # type: ignore[misc]
+            def __init__(self) -> None:
+                super().__init__(name="tied")
+                self.first = keras.layers.Dense(4, use_bias=False, name="first")
+                self.inner = [keras.layers.Dense(4, name=f"inner_{k}") for k in range(3)]
+
+            def call(self, x: Any) -> Any:
+                x = self.first(x)
+                for layer in self.inner:
+                    x = layer(x)
+                return keras.ops.matmul(x, keras.ops.transpose(self.first.kernel))
+
+        model, x = Tied(), tf.constant(data()[0][0])
+        predicted = smp.step(lambda x: model(x))(x).concat().numpy()
+        return weights(model), predicted
+
+
 def loss_of(y: Any, predicted: Any) -> Any:
     import tensorflow as tf
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -32,6 +34,45 @@ def test_methods() -> None:
     variable = tf.Variable(np.zeros((4, 2)))
     assert output.accumulate(method="accumulate_n", var=variable) is variable
     np.testing.assert_allclose(variable.numpy(), PARTS.mean(0), rtol=0, atol=1e-15)
+
+
+def test_slices_of_an_embedding_are_those_of_the_whole_batch() -> None:
+    """Adam squares each by itself, so that a sum of them has other second moments."""
+    tokens, targets = tf.constant([[0, 1], [1, 1], [2, 0], [1, 2]]), tf.constant(PARTS[0])
+
+    def gradient(layer: Any, rows: Any) -> Any:
+        with tf.GradientTape() as tape:
+            outputs = tf.reduce_sum(layer(tf.gather(tokens, rows)), 1)
+            loss = tf.reduce_mean(tf.square(outputs - tf.gather(targets, rows)))
+        return tape.gradient(loss, layer.trainable_variables[0])
+
+    def updated(find: Callable[[Any], Any]) -> list[Any]:
+        made = keras.initializers.Constant(0.5)
+        layer = keras.layers.Embedding(3, 2, embeddings_initializer=made, dtype="float64")
+        adam = keras.optimizers.Adam(0.1)
+        for _ in range(2):
+            adam.apply([find(layer)], layer.trainable_variables)
+        return [*layer.get_weights(), *(v.numpy() for v in adam.variables)]
+
+    def in_parts(layer: Any) -> Any:
+        return StepOutput([gradient(layer, rows) for rows in ([0, 1], [2, 3])]).accumulate()
+
+    truth = updated(lambda layer: gradient(layer, [0, 1, 2, 3]))
+    for mine, value in zip(updated(in_parts), truth, strict=True):
+        np.testing.assert_allclose(mine, value, rtol=1e-12)
+
+
+def test_slices() -> None:
+    """Sums, means and what they are assigned to, as of dense values."""
+    slices = [tf.IndexedSlices(tf.constant(part[:2]), [1, 1], [4, 2]) for part in PARTS]
+    dense = [tf.convert_to_tensor(each) for each in slices]
+    variable = tf.Variable(np.zeros((4, 2)))
+    for values in (slices, [dense[0], *slices[1:]]):
+        output, want = StepOutput(values), StepOutput(dense)
+        np.testing.assert_allclose(tf.convert_to_tensor(output.reduce_sum()), want.reduce_sum())
+        np.testing.assert_allclose(tf.convert_to_tensor(output.reduce_mean()), want.reduce_mean())
+        output.accumulate(var=variable)
+        np.testing.assert_allclose(variable, want.reduce_mean())
 
 
 def test_what_has_no_value() -> None:

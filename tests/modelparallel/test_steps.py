@@ -34,6 +34,28 @@ def test_two_stages(ranks: Callable[..., Ranks], pipeline: str, traced: bool) ->
     assert all(set(found[k]) != set(want) for k in range(2)), "a rank has all variables"
 
 
+def test_training_reaches_layers_without_a_parameter_and_by_default(
+    ranks: Callable[..., Ranks],
+) -> None:
+    """Dropout and statistics are those of plain Keras."""
+    for found in ranks(2).run(helpers.in_training):
+        for predicted, want, variables, truth in found:
+            np.testing.assert_allclose(predicted, want, rtol=0, atol=1e-12)
+            for name, value in variables.items():
+                np.testing.assert_allclose(value, truth[name], rtol=0, atol=1e-12, err_msg=name)
+
+
+def test_a_weight_on_two_stages_is_one_without_a_seed(ranks: Callable[..., Ranks]) -> None:
+    """Outputs are those of all weights in one process."""
+    (first, predicted), (second, _) = ranks(2).run(helpers.tied_without_a_seed)
+    kernel = first["tied/first/kernel"]
+    np.testing.assert_array_equal(kernel, second["tied/first/kernel"])
+    x, every = helpers.data()[0][0] @ kernel, {**first, **second}
+    for k in range(3):
+        x = x @ every[f"tied/inner_{k}/kernel"] + every[f"tied/inner_{k}/bias"]
+    np.testing.assert_allclose(predicted, x @ kernel.T, rtol=0, atol=1e-12)
+
+
 def test_a_body_that_branches_on_a_tensor(ranks: Callable[..., Ranks]) -> None:
     for once, twice in ranks(2).run(helpers.branching):
         assert twice == pytest.approx(2 * once, rel=1e-12)

@@ -10,9 +10,10 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from ktrainer import Trainer
+from ktrainer import Trainer, partition
 from ktrainer.errors import KtrainerError
 from ktrainer.steps.variable_placement import placement_of
+from tests.pipeline.trained import Filter, Spectrum
 
 ROWS = 26  # batches of 8, 8, 8 and 2
 WORDS = ("data.batch_size=8", "data.shuffle=false", "logging.progress=none", "logging.csv=false")
@@ -143,6 +144,26 @@ class Tied(keras.Model):
     train_step = Usual.train_step
 
 
+class Spectral(Base):
+    """Complex numbers between stages, beside a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectrum, self.filter = Spectrum(), Filter()
+
+    def call(self, x: Any) -> Any:
+        first, second, third, last = self.parts
+        with partition(0):
+            x = first(x)
+            z = self.spectrum(x)
+        with partition(1):
+            x = second(x + self.filter(z))
+        with partition(2):
+            return last(third(x))
+
+    train_step = Usual.train_step
+
+
 class Dropped(Tied):
     """Draws a mask in each microbatch, of which a replica has fewer in a short batch."""
 
@@ -176,6 +197,12 @@ def tied() -> keras.Model:
     model = Tied()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.02), loss)
+    return model
+
+
+def spectral() -> keras.Model:
+    model = Spectral()
+    model.compile(keras.optimizers.Adam(0.01), "mse")
     return model
 
 

@@ -100,6 +100,7 @@ OPTIONS = {
     "rare": (Case("rare", **SHORT, settings=("health.verify=off",)), 3, ZERO),
     "side-effects": (Case("aux", **SHORT), 2, ()),
     "three-holders": (Case("thrice", **SHORT), 3, ()),
+    "complex": (Case("spectral", **SHORT), 2, ()),
     "nested-strings-profile": (Case("words", **SHORT), 2, ("backend.costs=profile",)),
     "clip-value-xla": (
         Case("plain", rows=20, epochs=2, settings=(*XLA, "trainer.clip.value=0.01")),

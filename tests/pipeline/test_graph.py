@@ -187,6 +187,32 @@ def test_the_mode_is_what_each_call_resolves_it_to() -> None:
         assert context == {"frozen": False, "free": training}
 
 
+def test_a_closed_layer_hands_the_mode_to_layers_inside() -> None:
+    """Its own `call` does not take it."""
+
+    class Closed(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__(name="closed")
+            self.inner = layers.BatchNormalization()
+
+        def call(self, x: Any) -> Any:
+            return tf.identity(self.inner(x))
+
+    class Model(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.closed = Closed()
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            return self.closed(x)
+
+    model, x = Model(), _random(3, 4)
+    for training in (True, False):
+        graph = trace(model, x, training=training)
+        assert [n.name for n in graph.nodes] == ["closed"]
+        np.testing.assert_allclose(graph.compute(x), model(x, training=training), rtol=1e-6)
+
+
 def test_statistics_and_seeds_move_as_in_the_model() -> None:
     model, twin = models.residual_cnn(), models.residual_cnn()
     twin.set_weights(model.get_weights())

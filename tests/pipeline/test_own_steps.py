@@ -36,7 +36,7 @@ def same(found: list[dict[str, Any]], want: dict[str, Any]) -> None:
 
 
 @pytest.mark.quick("coupled")
-@pytest.mark.parametrize("build", ["coupled", "twice", "tied"])
+@pytest.mark.parametrize("build", ["coupled", "twice", "tied", "spectral"])
 def test_stages_equal_one_process(ranks: Callable[..., Ranks], build: str) -> None:
     model = getattr(own_steps, build)
     seen = own_steps.tokens if build == "tied" else own_steps.data

@@ -17,7 +17,7 @@ from ktrainer.backends.pipeline.stage.compiled_stage import CompiledStage
 from ktrainer.data.batch_specs import spec_of
 from ktrainer.data.local_batch import LocalBatch
 from ktrainer.steps import StepOptions
-from tests.pipeline.trained import aux
+from tests.pipeline.trained import aux, spectral
 from tests.small import data, weights
 
 PIPELINE = {"backend": {"name": "pipeline", "partitions": 1, "microbatches": 2}}
@@ -220,6 +220,25 @@ class _AssignsPlainVariable(layers.Layer):
         return inputs
 
 
+class _Augmenter:
+    """A plain object, in which Keras finds no variables."""
+
+    def __init__(self) -> None:
+        self.seed = keras.random.SeedGenerator(1)
+
+    def __call__(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal((1,), seed=self.seed)
+
+
+class _DrawsByHelper(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aug = _Augmenter()
+
+    def call(self, inputs: Any) -> Any:
+        return self.aug(inputs)
+
+
 def _rematerialized() -> Any:
     with keras.RematScope("full"):
         return layers.Dense(4)
@@ -230,6 +249,10 @@ def _rematerialized() -> Any:
     [
         (_AssignsPlainVariable, "assigns the tf.Variable 'count:0'.*add_weight.*loss_scope=global"),
         (lambda: _AssignsPlainVariable(True), "assigns a tf.Variable .*cond.*add_weight"),
+        (
+            _DrawsByHelper,
+            r"assigns '.*seed_generator_state' \(.*test_program.py:\d+\).*SeedGenerator.*itself",
+        ),
         (
             lambda: layers.SpectralNormalization(layers.Dense(4)),
             "'spectral_normalization.*' assigns a weight.*backend=data_parallel",
@@ -245,6 +268,15 @@ def test_layers_that_parts_of_a_batch_would_change_are_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         trainer.fit(build(layer=layer()), data())
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_draws_of_a_loss_that_the_loss_does_not_have_are_refused(scope: str) -> None:
+    noisy = _Augmenter()
+    model = build(loss=lambda _, z: keras.ops.mean(noisy(z) ** 2, -1))
+    said = r"assigns '.*seed_generator_state'.*keras\.losses\.Loss"
+    with make(loss_scope=scope) as trainer, pytest.raises(ModelError, match=said):
+        trainer.fit(model, data())
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
@@ -290,6 +322,52 @@ def test_weights_that_a_layer_assigns_in_a_step_of_its_own_are_refused(trainer: 
     model.compile("sgd", made.loss)
     with pytest.raises(ModelError, match=r"the layer of .*scale' assigns a weight"):
         trainer.fit(model, data())
+
+
+class Undeclared(keras.Model):
+    """Trains its layers by the `training` of its call, which its `call` does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = [
+            layers.Dense(5),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=3),
+            layers.Dense(3),
+        ]
+
+    def call(self, x: Any) -> Any:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class UndeclaredOwn(Undeclared):
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", [Undeclared, UndeclaredOwn])
+def test_training_reaches_layers_of_a_call_without_it(kind: Callable[[], Any]) -> None:
+    """Where the step gives it; Keras' own does not."""
+    found = []
+    for more in ({}, {"backend": {**PIPELINE["backend"], "microbatches": 1}}):
+        keras.utils.set_random_seed(1)
+        model = kind()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        with make(more) as it:
+            history = it.fit(model, data(32)).history
+            found.append((history["loss"], it.evaluate(model, data(32))["loss"], model.weights))
+    (*truth, expected), (*ours, weights_found) = found
+    for a, b in zip([*truth, *expected], [*ours, *weights_found], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    trains = kind is UndeclaredOwn
+    assert bool(np.any(expected[4].numpy())) == trains
 
 
 def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
@@ -504,6 +582,21 @@ def test_recomputed_draws_of_tf_random_are_those_of_the_forward_pass() -> None:
         model.compile(keras.optimizers.SGD(1.0), loss)
         losses = it.fit(model, (data(8)[0],) * 2).history["loss"]
         np.testing.assert_allclose(1 - weights(model)[0], losses[0], rtol=1e-4)
+
+
+def test_gradients_go_through_complex_numbers_between_stages() -> None:
+    """`test_equality` and `test_own_steps` have the same between processes."""
+    found = []
+    chunks = {**PIPELINE["backend"], "schedule": "interleaved", "chunks": 2, "microbatches": 1}
+    for more in ({}, {"backend": chunks}):
+        keras.utils.set_random_seed(1)
+        with make(more) as it:
+            found.append(it.fit(spectral, data(32)).history["loss"])
+            found.append([w.numpy() for w in it.model.weights])
+    loss, expected, ours, actual = found
+    np.testing.assert_allclose(ours, loss, rtol=1e-5)
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_models_are_let_go(trainer: Trainer) -> None:

@@ -301,6 +301,34 @@ def words() -> keras.Model:
     return model
 
 
+class Spectrum(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return tf.signal.fft(tf.complex(x, ops.flip(x, -1)))
+
+
+class Filter(layers.Layer):
+    """Turns and weighs frequencies, then returns to real numbers."""
+
+    def build(self, shape: Any) -> None:
+        self.turn, self.scale = (self.add_weight((shape[-1],), "ones", name=n) for n in "ts")
+
+    def call(self, z: Any) -> Any:
+        weights = tf.complex(self.scale * tf.cos(self.turn), self.scale * tf.sin(self.turn))
+        return tf.math.real(tf.signal.ifft(z * weights))
+
+
+def spectral() -> keras.Model:
+    """Complex numbers between two stages, beside a skip."""
+    inputs = keras.Input((6,))
+    with ktrainer.partition(0):
+        x = layers.Dense(8, "tanh")(inputs)
+        z = Spectrum()(x)
+    with ktrainer.partition(1):
+        model = keras.Model(inputs, layers.Dense(3)(layers.Add()([x, Filter()(z)])))
+    model.compile(keras.optimizers.Adam(0.01), classes(), metrics=["accuracy"])
+    return model
+
+
 # -- losses of whole batches
 
 
@@ -453,7 +481,7 @@ def sums(kind: Any = keras.Model, loss: Any = None) -> keras.Model:
 
 
 _PLAIN = (mlp, plain, unbuilt, cnn, tied, masked, two, recurrent)
-_SPECIAL = (aside, unused, rare, aux, thrice, words, steep, steep_first)
+_SPECIAL = (aside, unused, rare, aux, thrice, words, steep, steep_first, spectral)
 _WHOLE = (simclr, clip, weighted_tokens, two_losses, adds)
 BUILD: dict[str, Any] = {f.__name__: f for f in (*_PLAIN, *_SPECIAL, *_WHOLE)} | {
     "weighs": lambda: adds(weighing(0.3), None),

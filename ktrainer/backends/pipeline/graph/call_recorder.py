@@ -11,12 +11,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
+from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional
 from keras.src.ops.function import Function
 
 from ktrainer.backends.pipeline.graph.call_hooks import Watcher, watching
 from ktrainer.backends.pipeline.graph.stage_scopes import stage_of
 from ktrainer.backends.pipeline.graph.untraceable import SideEffect, location_of, reason_of
+from ktrainer.steps.step_helpers import has_own_steps
+
+OWN_CALLS = "_ktrainer_own_calls"  # attribute of models that a user's code calls, not Keras' steps
 
 
 @dataclass(eq=False)
@@ -105,11 +109,10 @@ class CallRecorder(Watcher):
 
     def record(self, inputs: Any, training: bool) -> Any:
         """Call the model on symbolic inputs; gives its symbolic outputs."""
-        accepts = self.model._call_has_training_arg
         self._scope = Scope(self.model)  # casts of the model's inputs are made before it is opened
         try:
             with watching(self):
-                return self.model(inputs, **({"training": training} if accepts else {}))
+                return self.model(inputs, **mode_of_call(self.model, training))
         finally:
             self._forget()
 
@@ -142,7 +145,10 @@ class CallRecorder(Watcher):
             finally:
                 self._scope = surrounding
         names = getattr(layer, "_call_context_args", ("training",))
-        self._context[id(layer)] = {k: kwargs[k] for k in names if k in kwargs}
+        # Of the call, not of its arguments: `call` may leave it to the layers inside.
+        resolved = global_state.get_global_attribute("current_call_ctx")
+        context = {k: resolved.get_value(k) for k in names}
+        self._context[id(layer)] = {k: v for k, v in context.items() if v is not None}
         self._inside = True
         try:
             return proceed()
@@ -217,6 +223,13 @@ class CallRecorder(Watcher):
                 producer = tensor._keras_history.operation
                 if producer is not None:
                     _drop(producer._outbound_nodes, node)
+
+
+def mode_of_call(model: Any, training: bool) -> dict[str, bool]:
+    """The `training` argument of a model's call. Keras' steps give it to a `call` that declares it;
+    a user's may give it to any, and Keras then hands it to the layers inside."""
+    always = has_own_steps(model) or hasattr(model, OWN_CALLS)
+    return {"training": training} if always or model._call_has_training_arg else {}
 
 
 def _with_lone_input_in_list(layer: Any, args: Any) -> Any:

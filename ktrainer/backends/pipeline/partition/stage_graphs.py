@@ -115,7 +115,8 @@ def _refuse_strings(graph: Graph, crossing: Sequence[int], cut: int) -> None:
 
 def is_differentiable(spec: Any) -> bool:
     """Return whether a tensor of this spec, with a `dtype`, has a gradient."""
-    return bool(tf.as_dtype(spec.dtype).is_floating)
+    dtype = tf.as_dtype(spec.dtype)
+    return bool(dtype.is_floating or dtype.is_complex)
 
 
 def _regularised(variables: Sequence[Any]) -> tuple[Any, ...]:

@@ -23,7 +23,13 @@ from ktrainer.backends.pipeline.stage.loss_head import (
 )
 from ktrainer.backends.pipeline.stage.microbatches import Microbatch, leaves, with_leaves
 from ktrainer.backends.pipeline.stage.stage_functions import Gradients, SavedTensors, StageFunctions
-from ktrainer.backends.pipeline.stage.stage_settings import Arguments, Mode, StageSettings, take
+from ktrainer.backends.pipeline.stage.stage_settings import (
+    Arguments,
+    Mode,
+    StageScope,
+    StageSettings,
+    take,
+)
 from ktrainer.backends.pipeline.stage.subgraphs import TracedGraph
 from ktrainer.distributed.collectives import widened
 from ktrainer.errors import ModelError
@@ -201,12 +207,16 @@ class CompiledStage:
         sources = [*given.trainable, *(t for t in received if is_differentiable(t))]
         sources += [given.received[-1]] if self.adds else []
         with (
-            keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
+            StageScope(state_mapping=mapping, collect_losses=True) as scope,
             tf.GradientTape(watch_accessed_variables=False) as tape,
         ):
             if training:
                 tape.watch(sources)
             added, results, sent = self._compute(given, scope)
+        # Of predictions no metric counts.
+        scope.refuse_dropped(
+            () if self.mode != "predict" else self.settings.model.metrics_variables
+        )
         _refuse_assigned(stage.trainable, given.trainable, scope)
         self._sent = [*sent, added] if self.sends_outputs else []
         self._results = results

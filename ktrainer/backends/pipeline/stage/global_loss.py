@@ -23,7 +23,7 @@ from ktrainer.backends.pipeline.partition.stage_graphs import is_differentiable
 from ktrainer.backends.pipeline.stage.compiled_stage import CompiledStage
 from ktrainer.backends.pipeline.stage.loss_head import loss_of, outputs_of
 from ktrainer.backends.pipeline.stage.microbatches import Microbatch, leaves, with_leaves
-from ktrainer.backends.pipeline.stage.stage_settings import Mode
+from ktrainer.backends.pipeline.stage.stage_settings import Mode, StageScope
 from ktrainer.distributed import World
 from ktrainer.errors import DataError, ModelError
 from ktrainer.runtime.monkeypatching import replaced
@@ -207,7 +207,7 @@ class GlobalLoss:
         mapping = list(zip(variables, [*trainable, *before], strict=True))
         sources = [t for t in outputs if is_differentiable(t)] + [added] * adds
         with (
-            keras.StatelessScope(state_mapping=mapping) as scope,
+            StageScope(state_mapping=mapping) as scope,
             tf.GradientTape(watch_accessed_variables=False) as tape,
             scale_mean_metrics(portion),
             tracing(StepContext(portion, in_global_loss=True)),
@@ -218,6 +218,7 @@ class GlobalLoss:
             y_pred = outputs_of(graph, tensors)
             loss = loss_of(self.model, data, y_pred, [added] if adds else [], training)
             self.model._loss_tracker.update_state(loss, sample_weight=tf.shape(outputs[0])[0])
+        scope.refuse_dropped()
         after = [scope.get_current_value(v) for v in state]
         pairs = enumerate(zip(before, after, strict=True))
         changed = {str(k): new for k, (old, new) in pairs if new is not old}

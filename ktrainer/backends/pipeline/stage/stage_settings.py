@@ -1,14 +1,17 @@
-"""Settings that stages are compiled with, and the arguments of their computation."""
+"""Settings that stages are compiled with; the arguments and the scope of their computation."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import keras
 
+from ktrainer.backends.pipeline.graph.untraceable import location_of
 from ktrainer.backends.pipeline.stage.gradient_accumulators import GradientAccumulators
+from ktrainer.errors import ModelError
 
 Mode = Literal["train", "test", "predict"]
 
@@ -71,6 +74,39 @@ class Arguments:
         """`values`, flat, sorted as these are."""
         parts = [getattr(self, item.name) for item in fields(self)]
         return Arguments(*take(values, [len(part) for part in parts]))
+
+
+class StageScope(keras.StatelessScope):
+    """A scope that notes what is assigned to other variables than those that it has values of."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._dropped: list[tuple[Any, str | None]] = []
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        if id(update[0]) not in self.state_mapping:
+            self._dropped.append((update[0], location_of(sys._getframe())))
+        super().add_update(update)
+
+    def refuse_dropped(self, ignored: Sequence[Any] = ()) -> None:
+        """Refuse what was assigned to variables that nothing keeps, but for `ignored` ones.
+
+        Raises:
+            ModelError: naming one.
+        """
+        known = set(map(id, ignored))
+        dropped = [(v, where) for v, where in self._dropped if id(v) not in known]
+        if not dropped:
+            return
+        variable, where = dropped[0]
+        raise ModelError(
+            f"code of a layer, loss or metric assigns {variable.path!r}"
+            f"{f' ({where})' if where else ''}, but a pipeline keeps only what is assigned to "
+            "variables that Keras finds there. Make this variable, or the "
+            "keras.random.SeedGenerator that has it, an attribute of the layer, metric or "
+            "keras.losses.Loss itself, not of an object inside. If it belongs to another layer, "
+            "put both on one stage, with backend.stages or `with ktrainer.partition(i):`"
+        )
 
 
 def take(values: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
