@@ -45,7 +45,7 @@ keras.src.trainers.trainer
     Trainer()._compile_metrics
         steps, verify, checkpoint: read; a model compiled again gets a new program; its metrics
     Trainer()._loss_tracker
-        pipeline, checkpoint: read; the metric that counts the loss
+        steps, pipeline, checkpoint: read; the metric that counts the loss
     Trainer()._initial_epoch
         training: read, set; the epoch where BackupAndRestore continues
 keras.src.backend.tensorflow.trainer
