@@ -182,8 +182,7 @@ class Cursor:
             self._live = pieces if stream else None
         elif stream:
             pieces = self._seek(position)
-        elif epoch == 0 and (position == 0 or (source.reorders and self._peeked is not None)):
-            # Not opened once more: a shuffle would draw another order.
+        elif epoch == 0 and (position == 0 or self._peeked_order()):
             pieces = self._take_peeked(position)
         else:
             pieces = self._reopen(epoch, position)
@@ -206,6 +205,11 @@ class Cursor:
             next(pieces, None)
             close_iterator(pieces)
 
+    def _peeked_order(self) -> bool:
+        """Return whether the peeked batch has drawn the order: opened once more, a shuffle would
+        draw another one."""
+        return self.source.reorders and self._peeked is not None
+
     def _take_peeked(self, skip: int = 0) -> Iterator[Piece]:
         if self._peeked is None:
             return self.source.open(0, skip)
@@ -219,7 +223,8 @@ class Cursor:
         return self.source.open(epoch, skip)
 
     def _seek(self, position: int) -> Iterator[Piece]:
-        if self._live is None and (position == 0 or not self.source.reopens):
+        from_begin = position == 0 or not self.source.reopens or self._peeked_order()
+        if self._live is None and from_begin:
             self._live, self._position = self._take_peeked(), 0
         elif self._live is None or (
             position < self._position and (self.source.reopens or self._restart)
