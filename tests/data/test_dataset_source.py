@@ -135,6 +135,7 @@ PIPELINES = {
     "repeated below": lambda: _shuffled(6).repeat(2).shuffle(5, seed=3).batch(5),
     "joined": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).shuffle(3, seed=2).batch(5),
     "joined last": lambda: _shuffled(6).concatenate(_shuffled(6, 7)).batch(5),
+    "joined and long": lambda: _shuffled(60).concatenate(_shuffled(60, 7)).batch(5),
     "repeated for ever": lambda: _shuffled(60).shuffle(3, seed=2).repeat().batch(5),
     "cached in part": lambda: _shuffled(60).batch(5).cache(),
     "cached": lambda: _shuffled().batch(5).cache(),
@@ -147,7 +148,7 @@ PIPELINES = {
 @pytest.mark.parametrize(
     ("kind", "limit", "size"),
     [(kind, 2 if "ever" in kind or "part" in kind else None, 1) for kind in PIPELINES]
-    + [("two shuffles", 2, 1), ("repeated for ever", 2, 2)],
+    + [("two shuffles", 2, 1), ("repeated for ever", 2, 2), ("joined and long", None, 2)],
 )
 def test_a_resumed_pipeline_continues_with_the_order_of_its_epoch(
     kind: str, limit: int | None, size: int
@@ -159,6 +160,7 @@ def test_a_resumed_pipeline_continues_with_the_order_of_its_epoch(
         opened = feed(PIPELINES[kind](), 0, size, limit=limit, training=passes is None)
         if looks:
             opened.fingerprint()
+            opened.peek(1)
         opened.replay_passes(passes or 0)
         return opened
 
