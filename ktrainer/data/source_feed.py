@@ -94,6 +94,22 @@ class SourceFeed(Feed):
         if batches and not self.source.reopens:
             self._cursor.drop_peeked()  # else its thread would pass over them
             self.source.use(batches)
+        elif self.source.shuffles and self.source.reorders and not self.source.endless:
+            self._replay_epochs(epoch - self.first_epoch, skip)
+
+    def _replay_epochs(self, epochs: int, skip: int) -> None:
+        """Repeat the draws of so many epochs, and of a part of one more, for the calls after this
+        one, which may read the same data."""
+        source = self.source
+        if self._repeats:
+            epochs, skip = min(1, epochs + skip), 0
+        elif self.batches_per_epoch is not None:
+            epochs, skip = self._locate(epochs, skip)
+        if passes := epochs + (skip > 0):
+            self._cursor.drop_peeked()
+            # `Model.fit` opens a pass once more when all of it was read.
+            last = source.openings if source.reads_whole and not skip else 1
+            source.replay_passes(passes, (passes - 1) * source.openings + last)
 
     def replay_passes(self, passes: int) -> None:
         source = self.source
