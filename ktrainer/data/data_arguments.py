@@ -49,6 +49,20 @@ def from_torch(leaf: Any) -> Any:
     return leaf
 
 
+def copied(batch: Any) -> Any:
+    """A user's batch in memory of its own: the code that made it may write the next one into the
+    same arrays while this one waits for its step."""
+
+    def of_leaf(leaf: Any) -> Any:
+        leaf = from_torch(leaf)
+        if isinstance(leaf, tf.Variable):
+            return tf.convert_to_tensor(leaf)
+        copy = getattr(leaf, "copy", None)  # of NumPy, scipy, pandas
+        return leaf if copy is None else copy()
+
+    return tf.nest.map_structure(of_leaf, batch)
+
+
 def require_no_targets(x: Any, y: Any, sample_weight: Any) -> None:
     """Refuse `y` or sample weights beside data that brings its own.
 

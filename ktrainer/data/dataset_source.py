@@ -212,8 +212,8 @@ class DatasetSource(Source):
                 "`take` or a number of steps. Shuffle after them",
                 stacklevel=2,
             )
-        if missed and whole and not self.endless and caches_a_shuffle(self._dataset):
-            self._fill_cache()
+        if missed and whole and not self.endless and self._must_read_first_pass():
+            self._read_first_pass()
         self._open_up_to(openings)
         if (passes_left := passes - self._seeds_drawn) > 0:
             self._seeds_drawn = passes
@@ -222,8 +222,14 @@ class DatasetSource(Source):
                     iter(shuffled)
         self._next = max(self._next, passes)
 
-    def _fill_cache(self) -> None:
-        """Read the first pass, or the rest of it: its order is cached, as that of all passes."""
+    def _must_read_first_pass(self) -> bool:
+        """Return whether its order is cached, as that of all passes, or a look at its first batch
+        has drawn an unknown part of the seeds that reading it draws."""
+        looked = self._opened > 0 and self._next == 0
+        return caches_a_shuffle(self._dataset) or (looked and reads_in_part(self._dataset, False))
+
+    def _read_first_pass(self) -> None:
+        """Read the first pass, or the rest of it."""
         if not self._opened:
             self._opened = self._seeds_drawn = 1
             self._opened_pipeline = self._pipeline(0)

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import Any, cast
 
-import keras
 import numpy as np
 
 from ktrainer.data.batch_source import Piece, close_iterator, labelled, unlabelled
-from ktrainer.data.data_arguments import from_torch
+from ktrainer.data.data_arguments import copied
 from ktrainer.data.one_shot_iterator import OneShotReader
 from ktrainer.data.python_source import SAMPLES, PythonSource
 from ktrainer.errors import DataError
@@ -52,8 +51,8 @@ class GeneratorSource(PythonSource):
             self._orders_differ = self.shuffles = not alike
             self.endless, self.reopens = False, True
             made = iter(data())
-            first = list(itertools.islice(made, SAMPLES))
-            self._begun: Iterator[Any] | None = _chained(first, made)
+            first = list(map(copied, itertools.islice(made, SAMPLES)))
+            self._begun: Iterator[Any] | None = _copies(made, first)
         else:
             self._given, first = data, list(itertools.islice(OneShotReader(data), SAMPLES))
             self._begun = self._reader = OneShotReader(data)
@@ -74,7 +73,7 @@ class GeneratorSource(PythonSource):
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         self._pass_over(epoch)
-        with closing(self._ahead(_chained([], self._open_next()), "generator", skip)) as pieces:
+        with closing(self._ahead(self._open_next(), "generator", skip)) as pieces:
             yield from pieces
 
     def _piece(self, whole: Any) -> Piece:
@@ -106,7 +105,7 @@ class GeneratorSource(PythonSource):
         if begun is not None:
             return begun
         if self._make is not None:
-            return iter(self._make())
+            return _copies(iter(self._make()))
         self._reader = OneShotReader(self._given, self._again)
         return self._reader
 
@@ -150,7 +149,7 @@ class LoaderSource(GeneratorSource):
         """Look at the first batches; return whether making one draws from the generator that
         others share."""
         states = set()
-        for batch in itertools.islice(iter(self._loader), SAMPLES):
+        for batch in map(copied, itertools.islice(iter(self._loader), SAMPLES)):
             self._learn([batch])
             piece = self._piece(self._standard(batch))
             self._first = self._first or (piece if piece.rows else None)
@@ -159,9 +158,6 @@ class LoaderSource(GeneratorSource):
 
     def look(self) -> Piece | None:
         return self._first
-
-    def _tuple(self, batch: Any) -> Any:
-        return super()._tuple(keras.tree.map_structure(from_torch, batch))
 
     def open(self, epoch: int, skip: int) -> Iterator[Piece]:
         return self._read(epoch, skip, b"")
@@ -268,10 +264,10 @@ def _restore(generators: list[Any], states: bytes) -> None:
         generator.set_state(sys.modules["torch"].from_numpy(own))
 
 
-def _chained(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
-    """`first`, then `rest`; closes `rest`, as `itertools.chain` does not."""
+def _copies(rest: Iterator[Any], first: Iterable[Any] = ()) -> Iterator[Any]:
+    """`first`, then copies of `rest`, each made before the next is asked for; closes `rest`."""
     try:
         yield from first
-        yield from rest
+        yield from map(copied, rest)
     finally:
         close_iterator(rest)

@@ -10,6 +10,8 @@ from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
+from ktrainer.data.data_arguments import copied
+
 
 class OneShotReader:
     """Reads an iterator of the user's, which stays open, for one pass of a call of `fit`,
@@ -93,7 +95,7 @@ class _Shared:
         if self.error is not None:
             raise self.error
         try:
-            return next(iterator)
+            return copied(next(iterator))
         except StopIteration:
             raise
         except Exception as error:

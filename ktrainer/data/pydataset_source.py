@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 
 from ktrainer.data.batch_source import Piece, labelled, unlabelled
+from ktrainer.data.data_arguments import copied
 from ktrainer.data.python_source import SAMPLES, PythonSource
 from ktrainer.data.shuffling import ShuffleOrder
 from ktrainer.errors import DataError
@@ -191,7 +193,7 @@ def ordered_items(dataset: keras.utils.PyDataset, indices: Iterator[int]) -> Ite
         executor = ProcessPoolExecutor(workers, initializer=_start, initargs=(dataset,))
     else:
         executor = ThreadPoolExecutor(workers, "ktrainer-feed-worker")
-    job: Any = _item if processes else dataset.__getitem__
+    job: Any = _item if processes else partial(_copied_item, dataset)
     ahead = max(workers, dataset.max_queue_size)
     # Submitted here, in the caller's thread: a fork from a busy background thread is riskier.
     waiting = deque(executor.submit(job, i) for i in itertools.islice(indices, ahead))
@@ -200,7 +202,11 @@ def ordered_items(dataset: keras.utils.PyDataset, indices: Iterator[int]) -> Ite
 
 def _plain(dataset: keras.utils.PyDataset, indices: Iterator[int]) -> Iterator[Any]:
     for index in indices:
-        yield dataset[index]
+        yield _copied_item(dataset, index)
+
+
+def _copied_item(dataset: keras.utils.PyDataset, index: int) -> Any:
+    return copied(dataset[index])
 
 
 def _pooled(

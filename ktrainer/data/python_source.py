@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from typing import Any, cast
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -17,6 +17,7 @@ from keras.src.trainers.data_adapters.data_adapter_utils import (
 from ktrainer.data.batch_source import (
     Piece,
     Source,
+    close_iterator,
     compared,
     slicing,
 )
@@ -93,12 +94,14 @@ class PythonSource(Source):
         """Check the outer structure of a user's batch."""
 
     def _pieces(self, batches: Iterator[Any]) -> Iterator[Piece]:
-        with closing(cast(Any, batches)):
+        try:
             for batch in self._times.items(batches, self._function):
                 with self._times.timed("slicing and comparing batches"):
                     piece = self._piece(self._standard(batch))
                 if piece.rows:
                     yield piece
+        finally:
+            close_iterator(batches)
 
     def _piece(self, whole: Any) -> Piece:
         rows = count_rows(whole)

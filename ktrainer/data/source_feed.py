@@ -94,6 +94,22 @@ class SourceFeed(Feed):
         if batches and not self.source.reopens:
             self._cursor.drop_peeked()  # else its thread would pass over them
             self.source.use(batches)
+        elif self.source.shuffles and self.source.reorders and not self.source.endless:
+            self._replay_epochs(epoch - self.first_epoch, skip)
+
+    def _replay_epochs(self, epochs: int, skip: int) -> None:
+        """Repeat the draws of so many epochs, and of a part of one more, for the calls after this
+        one, which may read the same data."""
+        source = self.source
+        if self._repeats:
+            epochs, skip = min(1, epochs + skip), 0
+        elif self.batches_per_epoch is not None:
+            epochs, skip = self._locate(epochs, skip)
+        if passes := epochs + (skip > 0):
+            self._cursor.drop_peeked()
+            # `Model.fit` opens a pass once more when all of it was read.
+            last = source.openings if source.reads_whole and not skip else 1
+            source.replay_passes(passes, (passes - 1) * source.openings + last)
 
     def replay_passes(self, passes: int) -> None:
         source = self.source
@@ -182,8 +198,7 @@ class Cursor:
             self._live = pieces if stream else None
         elif stream:
             pieces = self._seek(position)
-        elif epoch == 0 and (position == 0 or (source.reorders and self._peeked is not None)):
-            # Not opened once more: a shuffle would draw another order.
+        elif epoch == 0 and (position == 0 or self._peeked_order()):
             pieces = self._take_peeked(position)
         else:
             pieces = self._reopen(epoch, position)
@@ -206,6 +221,11 @@ class Cursor:
             next(pieces, None)
             close_iterator(pieces)
 
+    def _peeked_order(self) -> bool:
+        """Return whether the peeked batch has drawn the order: opened once more, a shuffle would
+        draw another one."""
+        return self.source.reorders and self._peeked is not None
+
     def _take_peeked(self, skip: int = 0) -> Iterator[Piece]:
         if self._peeked is None:
             return self.source.open(0, skip)
@@ -219,7 +239,8 @@ class Cursor:
         return self.source.open(epoch, skip)
 
     def _seek(self, position: int) -> Iterator[Piece]:
-        if self._live is None and (position == 0 or not self.source.reopens):
+        from_begin = position == 0 or not self.source.reopens or self._peeked_order()
+        if self._live is None and from_begin:
             self._live, self._position = self._take_peeked(), 0
         elif self._live is None or (
             position < self._position and (self.source.reopens or self._restart)

@@ -412,6 +412,57 @@ def test_a_peeked_batch_is_not_lost() -> None:
     assert flat(rows(made.epoch(0))) == list(range(50))
 
 
+class Refilled(keras.utils.PyDataset):
+    """Writes each batch into the arrays of the one before."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.arrays = np.zeros((8, 3), np.float32), np.zeros(8, np.int64), np.ones(8)
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: int) -> Any:
+        for array in self.arrays:
+            array[:] = index
+        return self.arrays
+
+
+def refilled() -> Iterator[Any]:
+    data = Refilled()
+    yield from (data[index] for index in range(len(data)))
+
+
+def assigned() -> Iterator[Any]:
+    variables = [tf.Variable(array) for array in Refilled().arrays]
+    for index in range(7):
+        for each in variables:
+            each.assign(tf.cast(tf.fill(each.shape, index), each.dtype))
+        yield tuple(variables)
+
+
+@pytest.mark.parametrize("make", [Refilled, lambda: refilled, refilled, lambda: assigned])
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"training": False}, {"rank": 1, "size": 2}])
+def test_batches_that_are_written_into_the_same_arrays(make: Any, options: Any) -> None:
+    """Those that wait for their step stay as they were made."""
+    made = feed(make(), shuffle=False, **options)
+    made.fingerprint()
+    peeked, seen = made.peek(1), list(made.epoch(0))
+    assert set(np.asarray(peeked[1])) == {0}
+    for leaf in range(3):
+        assert [set(row) for row in rows(seen, leaf)] == [{index} for index in range(7)]
+    made.close()
+
+
+def test_class_weights_of_such_batches() -> None:
+    class Pairs(Refilled):
+        def __getitem__(self, index: int) -> Any:
+            return super().__getitem__(index)[:2]
+
+    seen = list(feed(Pairs(), shuffle=False, class_weight={3: 2.0}).epoch(0))
+    assert [batch.batch[2].tolist() for batch in seen] == [[1.0 + (i == 3)] * 8 for i in range(7)]
+
+
 def test_lengths_that_vary_widen_the_spec() -> None:
     def sentences() -> Iterator[Any]:
         for length in (3, 3, 5, 7):

@@ -98,6 +98,24 @@ def test_a_loader_of_torch() -> None:
         feed(DataLoader(), class_weight={0: 1.0})
 
 
+def test_tensors_that_are_written_again() -> None:
+    """As where a data set returns the same array for each batch, with `batch_size=None`."""
+
+    class Refilled(DataLoader):  # type: ignore[valid-type, misc]
+        def __iter__(self) -> Iterator[Any]:
+            x, y = np.zeros((8, 3), np.float32), np.zeros(8, np.int64)
+            for index in range(7):
+                x[:], y[:] = index, index
+                yield [Tensor(x), Tensor(y)]
+
+    for size in (1, 2):
+        made = feed(Refilled(), 0, size)
+        made.fingerprint()
+        assert set(made.peek(1)[1]) == {0}
+        for epoch in (0, 1):
+            assert [set(row) for row in rows(list(made.epoch(epoch)))] == [{i} for i in range(7)]
+
+
 def test_batches_that_are_x_alone() -> None:
     class Alone(DataLoader):  # type: ignore[valid-type, misc]
         def __iter__(self) -> Iterator[Any]:

@@ -461,6 +461,28 @@ def test_each_fit_of_a_script_has_checkpoints_of_its_own(tmp_path: Path) -> None
     assert script() == first, "both are restored, each from its own"
 
 
+@pytest.mark.parametrize(("every", "steps"), [("1ba", None), ("1ep", 3)])
+def test_two_fits_on_one_shuffled_pipeline(tmp_path: Path, every: str, steps: int | None) -> None:
+    """The second one, resumed, has the orders that follow those of the first."""
+
+    def script(name: str, *others: Any) -> Any:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        rows = tf.data.Dataset.from_tensor_slices(data()).shuffle(ROWS, seed=1)
+        pipeline = rows.shuffle(5, seed=2).batch(BATCH)
+        more = {"checkpoint__every": every, "checkpoint__iterators": "false"}
+        words = settings(tmp_path / name, trainer__accumulate=1, **more)
+        with Trainer(overrides=words) as trainer:
+            it = plain()
+            trainer.fit(it, pipeline, steps_per_epoch=steps)
+            return trainer.fit(it, pipeline, steps_per_epoch=steps, callbacks=others).history
+
+    whole = script("whole")
+    with pytest.raises(InterruptedError):
+        script("parts", Fails(1, 1))
+    assert script("parts") == whole
+
+
 class FailsInsideEpoch(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if batch == 3:
