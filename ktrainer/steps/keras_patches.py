@@ -19,6 +19,7 @@ puts them back:
 | `Variable._direct_assign` | to learn which statistics a step moved |
 | `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |
 | `Function.__call__` | a `tf.function` that a step calls may have been traced without all that |
+| `ReplicaContext.all_reduce` | for TensorFlow there is one replica, and nothing to sum |
 
 The source of each replacement is the function of that name in Keras 3.15, or in TensorFlow for
 `tf.GradientTape` and `Function`.
@@ -41,6 +42,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.metrics import reduction_metrics
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.random.seed_generator import SeedGenerator
+from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import clip_ops, gen_random_ops
 
@@ -114,6 +116,7 @@ def keras_patches(context: StepContext, optimizers: Sequence[Any] | None = ()) -
         (gen_random_ops, "multinomial", draw_for_rows),
         (tf_core.Variable, "_direct_assign", _direct_assign),
         (polymorphic_function.Function, "__call__", traced_with_the_step),
+        (distribute_lib._DefaultReplicaContext, "all_reduce", _refuse_all_reduce),
     ]
     replaced += [(cls, "apply", _apply) for cls in _classes_that_apply(optimizers)]
     applying = _Applying(context)
@@ -198,6 +201,19 @@ def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
         return original(self, value)
 
     return direct_assign
+
+
+def _refuse_all_reduce(context: StepContext, original: Callable[..., Any]) -> Any:
+    def all_reduce(self: Any, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        if context.collectives is not None and not (context.updating or context.record):
+            raise ModelError(
+                "a step of `fit` calls `all_reduce` of TensorFlow's replica context, which knows "
+                "of one replica: nothing would be summed over ranks. Gather the rows of all ranks "
+                "with ktrainer.all_gather and reduce them, or use backend=tf_distribute"
+            )
+        return original(self, reduce_op, value, options)
+
+    return all_reduce
 
 
 class _Applying:

@@ -106,19 +106,32 @@ def test_accumulated_updates_have_no_loss_of_the_whole_batch() -> None:
 
 def test_what_cannot_be_gathered_is_refused(ranks: Callable[..., Any]) -> None:
     for text in ranks(2).run(_refusals):
-        outside, compiled, views = text
+        outside, summed, compiled, views = text
         assert "outside of a step, with 2 ranks" in outside
+        assert "calls `all_reduce` of TensorFlow's replica context" in summed
         assert "trainer.xla=false" in compiled
         assert "one row for each example" in views
 
 
 def _refusals() -> list[str]:
+    import keras
+    import tensorflow as tf
+
     import ktrainer
 
+    def summed_loss(y: Any, p: Any) -> Any:
+        loss = tf.reduce_mean((y - p) ** 2)
+        return tf.distribute.get_replica_context().all_reduce("SUM", loss)
+
     found = []
-    with Trainer(overrides=["backend=data_parallel"]):
+    with Trainer(overrides=["backend=data_parallel", "logging.progress=none"]) as trainer:
         with pytest.raises(ModelError) as caught:
             ktrainer.all_gather(np.zeros((2, 3)))
+        found.append(str(caught.value))
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        model.compile("sgd", summed_loss)
+        with pytest.raises(ModelError) as caught:
+            trainer.fit(model, np.zeros((8, 3)), np.zeros((8, 3)))
         found.append(str(caught.value))
     with pytest.raises(ModelError) as caught:
         train(losses.simclr(), backend="data_parallel", trainer__xla="true")

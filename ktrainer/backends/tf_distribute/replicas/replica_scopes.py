@@ -232,8 +232,7 @@ def assigned_once(contexts: Contexts) -> Iterator[None]:
             if replica_scope() is not None and not in_strategy:
                 raise ModelError(
                     f"a step assigns to {variable.name}, a tf.Variable outside of the strategy, "
-                    "which every replica would do. Make it with add_weight(trainable=False), or "
-                    "with an aggregation in trainer.scope()."
+                    "which every replica would do. Make it with add_weight(trainable=False)."
                 )
             return original(variable, *args, **named)
 
