@@ -17,7 +17,12 @@ from ktrainer.errors import ModelError
 from ktrainer.steps.assigned_variables import AssignedVariables
 from ktrainer.steps.local_layers import local_variables
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.variable_assignments import aggregation_of, depends_on_batch, is_added_to
+from ktrainer.steps.variable_assignments import (
+    aggregation_of,
+    depends_on_batch,
+    is_added_to,
+    not_averaged,
+)
 
 STEPS = {"train": "train_step", "test": "test_step", "predict": "predict_step"}
 
@@ -82,20 +87,32 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
             moved[i].assign(value)
 
 
-def warn_of_integer(context: StepContext, variable: Any, value: Any) -> None:
-    """Warn of an integer statistic to which a step of `fit` adds what it computes from its part of
-    the rows, where it is not summed: only floats are averaged. Gathered rows are those of all."""
+def warn_of_statistic(context: StepContext, variable: Any, value: Any) -> None:
+    """Warn of a statistic that a step of `fit` computes from its part of the rows, and whose mean
+    over ranks is not that of all rows: a largest value, a queue, a number of rows; an integer, to
+    which the step adds, is not even averaged. Gathered rows are those of all."""
     several = context.collectives is not None and not context.sums and not context.gathered
     if not several or variable.trainable or id(variable) in context.local:
         return
-    left_alone = variable.aggregation in ("none", "mean") and aggregation_of(variable) is None
-    is_count = left_alone and is_added_to(variable._value, value)
-    if is_count and depends_on_batch(value, context.graph):
+    if variable.aggregation not in ("none", "mean"):
+        return
+    text = None
+    if aggregation_of(variable) is None:
+        if is_added_to(variable._value, value):
+            text = (
+                f"a layer or step adds to the integer {variable.path} what it computes from its "
+                "rows, of which each rank or replica has a part: its value is that of one part"
+            )
+    elif (what := not_averaged(variable._value, value)) is not None:
+        text = (
+            f"a layer or step sets {variable.path} to {what}, and ranks or replicas, which have a "
+            "part of the rows each, average it. Let it use the rows of all of them, as "
+            "ktrainer.all_gather gives them"
+        )
+    if text is not None and depends_on_batch(value, context.graph):
         warnings.warn(
-            f"a layer or step adds to the integer {variable.path} what it computes from its rows, "
-            "of which each rank or replica has a part: its value is that of one part. To add up "
-            'what all of them add, make it with add_weight(..., trainable=False, aggregation="sum")'
-            ".",
+            f"{text}. To add up what all of them add, make it with add_weight(..., "
+            'trainable=False, aggregation="sum").',
             stacklevel=2,
         )
 

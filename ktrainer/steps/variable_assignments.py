@@ -27,6 +27,12 @@ _KEEPING = {
     *("Identity", "Cast", "Reshape", "EnsureShape", "StopGradient", "Sub"),
     *("TensorScatterAdd", "TensorScatterSub"),
 }
+_PARTS = ("StridedSlice", "Slice", "GatherV2")
+_COMBINING = {  # a variable's value with another one
+    "Maximum": "the larger one of its value and of what it computes from its rows",
+    "Minimum": "the smaller one of its value and of what it computes from its rows",
+    "ConcatV2": "a part of its value, and a part that it computes from its rows",
+}
 _UNKNOWN = ("If", "StatelessIf", "While", "StatelessWhile")
 _AGGREGATIONS = {"SUM": "sum", "MEAN": "mean"}  # by the names of tf.VariableAggregation
 
@@ -114,6 +120,49 @@ def is_added_to(variable: tf.Variable, value: tf.Tensor) -> bool:
     if kind == "SelectV2":
         return all(is_added_to(variable, each) for each in inputs[1:])
     return kind in _UNKNOWN or (kind in _KEEPING and is_added_to(variable, inputs[0]))
+
+
+def not_averaged(variable: tf.Variable, value: tf.Tensor) -> str | None:
+    """What a traced value is, of which the mean over ranks is not the value of all rows; None: it
+    may be."""
+    value = _outside(value)
+    while tf.is_symbolic_tensor(value) and value.op.type in (*_KEEPING, *_PARTS):
+        value = _outside(value.op.inputs[0])
+    if not tf.is_symbolic_tensor(value):
+        return None
+    if value.op.type in _COMBINING and any(_is_part_of(variable, t) for t in value.op.inputs):
+        return _COMBINING[value.op.type]
+    if value.op.type == "AddV2":
+        one, other = value.op.inputs
+        added = other if is_added_to(variable, one) else one
+        if is_added_to(variable, value) and _is_of_shapes(added):
+            return "its value and a number of rows"
+    return None
+
+
+def _is_part_of(variable: tf.Variable, value: tf.Tensor) -> bool:
+    value = _outside(value)
+    while tf.is_symbolic_tensor(value) and value.op.type in (*_KEEPING, *_PARTS):
+        value = _outside(value.op.inputs[0])
+    return is_added_to(variable, value)
+
+
+def _is_of_shapes(value: tf.Tensor) -> bool:
+    """Whether a traced value follows from shapes, and from nothing else but constants."""
+    waiting, found = [value], False
+    while waiting:
+        tensor = _outside(waiting.pop())
+        if not tf.is_symbolic_tensor(tensor):
+            continue
+        if tensor.op.type in ("Shape", "Size"):
+            found = True
+        elif tensor.op.type == "Const":
+            continue
+        elif not tensor.op.inputs or tensor.op.type == "ReadVariableOp":
+            return False
+        else:
+            waiting += tensor.op.inputs
+    return found
 
 
 def depends_on_batch(value: Any, graph: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -415,6 +416,55 @@ def test_an_integer_that_is_computed_from_rows_is_warned_of(
 
 def test_one_process_counts_rows_in_any_integer(ranks: Callable[..., Any]) -> None:
     assert under(ranks, "local", integers_set, "local", 33) == [([33, 3, 33, 8, 13, 1], set())]
+
+
+def statistics_set(strategy: str, gathers: bool = False) -> set[str]:
+    """What is said of statistics that are no means of rows, and of some that are."""
+    import warnings
+
+    import keras
+    from keras import ops
+
+    from ktrainer import all_gather
+
+    class Observing(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            words = {"trainable": False, "initializer": "zeros"}
+            names = ("largest", "rows", "mean", "calls", "moved", "weighted")
+            self.of = {name: self.add_weight((), name=name, **words) for name in names}
+            self.queue = self.add_weight((6, 8), name="queue", **words)
+
+        def call(self, x: Any, training: bool = False) -> Any:
+            if training:
+                rows, of = all_gather(x) if gathers else x, self.of
+                of["largest"].assign(ops.maximum(of["largest"], ops.max(rows)))
+                of["rows"].assign_add(ops.cast(ops.shape(rows)[0], "float32"))
+                self.queue.assign(ops.concatenate([rows[:1], self.queue], 0)[:6])
+                mean = ops.mean(x)
+                of["mean"].assign(0.9 * of["mean"] + 0.1 * mean)
+                of["moved"].assign_add(0.1 * (mean - of["moved"]))
+                of["calls"].assign_add(1.0)
+                of["weighted"].assign(ops.maximum(ops.max(of["calls"]), of["weighted"]))
+            return x
+
+    words = {"data__batch_size": 16, "health__verify": "off"}
+    with trainer(strategy, **words) as it, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = keras.Sequential([keras.Input((8,)), Observing(name="of"), keras.layers.Dense(3)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss)
+        it.fit(model, vectors(32))
+    found = (re.search(r" sets \S*of/(\w+) to .* average it", str(e.message)) for e in caught)
+    return {match[1] for match in found if match}
+
+
+@pytest.mark.parametrize("strategy", ["mirrored", "data_parallel"])
+def test_statistics_that_are_no_means_are_warned_of(
+    ranks: Callable[..., Any], strategy: str
+) -> None:
+    for gathers in (False, True):
+        for named in under(ranks, strategy, statistics_set, strategy, gathers=gathers):
+            assert named == (set() if gathers else {"largest", "rows", "queue"})
 
 
 @pytest.mark.parametrize("strategy", ["mirrored", "data_parallel"])

@@ -58,7 +58,7 @@ from ktrainer.steps.metric_states import (
     warn_of_unlisted,
 )
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of, warn_of_integer
+from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of, warn_of_statistic
 from ktrainer.steps.update_guard import LossOfStep, check_one_update
 
 Step = Callable[[Any], Any]
@@ -194,7 +194,7 @@ class Replicas:
             assigned[:] = [(v, scope.constants.get(id(v))) for v in found]
             old, new = (list(map(of, found)) for of in (scope.before, scope.get_current_value))
             for variable, value in zip(found, new, strict=True):
-                warn_of_integer(context, variable, value)
+                warn_of_statistic(context, variable, value)
             return values, old, new
 
         if context.xla:
