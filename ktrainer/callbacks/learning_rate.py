@@ -1,9 +1,8 @@
 """The learning rate as a pure function of the global step.
 
 Events used: `set_model` (wrap schedules before the step is traced), `on_train_begin` and
-`on_epoch_begin` (read rates that other callbacks restored; set the base rate),
-`on_train_batch_begin` (set the base rate where others may set it), `on_step_begin` (set the rate of
-the next step), `on_train_end` (set the base rate again).
+`on_epoch_begin` (read rates that other callbacks restored; set the base rate), `on_step_begin` (set
+the rate of the next step), `on_train_end` (set the base rate again).
 
     rate(step) = base * scale(size) * warmup(step) * product of the active multipliers
 
@@ -80,9 +79,6 @@ class LearningRate(Callback):
         steps_per_epoch: updates in an epoch; default: the trainer's or Keras' number.
         world: the ranks; default: the trainer's, or this process's.
 
-    Attributes:
-        base_at_batches: whether other callbacks may set a rate as a batch begins.
-
     Raises:
         ConfigError: an unknown scale, a length in seconds, or one in epochs of unknown length.
     """
@@ -102,7 +98,6 @@ class LearningRate(Callback):
         self.warmup = as_duration(warmup, "lr.warmup")
         self.schedule = [LrStage.of(stage) for stage in schedule]
         self.momentum_correction = momentum_correction
-        self.base_at_batches = False
         self._given_steps = steps_per_epoch
         self._own_world = world
         self._made: list[int] = []  # updates of each optimizer, up to `on_train_begin`
@@ -119,6 +114,11 @@ class LearningRate(Callback):
             factor *= stage.factor(step, steps)
         return factor
 
+    @property
+    def is_active(self) -> bool:
+        """Whether rates are scaled, warmed up or scheduled."""
+        return self.scale != "none" or self.warmup is not None or bool(self.schedule)
+
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         if self._find_rates():
@@ -126,7 +126,6 @@ class LearningRate(Callback):
 
     def _find_rates(self) -> bool:
         """Learn of all optimizers; return whether the schedule of one is multiplied from now on."""
-        asked = self.scale != "none" or self.warmup is not None or bool(self.schedule)
         self._optimizers = plain_optimizers(self.model)  # not at each step: it walks all layers
         found = False
         for optimizer in self._optimizers:
@@ -138,7 +137,7 @@ class LearningRate(Callback):
                 del _rates[optimizer]  # it was given a schedule since, or a rate
             if rate is not None:
                 rate.reconcile(present)  # the user's own change between two fits
-            elif asked:
+            elif self.is_active:
                 _rates[optimizer] = rate = _Rate(present, present)
                 if present is None:
                     rate.variable, found = multiply_schedule(optimizer), True
@@ -151,18 +150,14 @@ class LearningRate(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        self._look = True
+        self._look = True  # also where the rate stays
         self._take_restored()
         if not self.progress.batch and not self.progress.begun:
-            self._set_base()  # of an epoch that has begun before the rate stays as it is
+            self.set_base()  # of an epoch that has begun before the rate stays as it is
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.base_at_batches and self.trainer is not None:
-            self._set_base()
-            self._look = True
-        super().on_train_batch_begin(batch, logs)
-
-    def _set_base(self) -> None:
+    def set_base(self) -> None:
+        """Let other callbacks find the base rate, and set it, until the next step begins."""
+        self._look = True
         for optimizer, rate in self._known():
             if rate.base is not None:
                 _multiply(optimizer, rate, 1.0)
@@ -249,6 +244,18 @@ class LearningRate(Callback):
                 rate.variable.assign(rate.factor)
             elif rate.base is not None and old["base"] is not None:
                 rate.base, rate.set_to = old["base"], old["set_to"]
+
+
+class BaseRateAtBatches(Callback):
+    """Sets the base rate as a batch begins, for callbacks after it that set a rate then."""
+
+    def __init__(self, rate: LearningRate) -> None:
+        super().__init__()
+        self._rate = rate
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_batch_begin(batch, logs)
+        self._rate.set_base()
 
 
 def plain_optimizers(model: Any) -> list[Any]:

@@ -90,19 +90,19 @@ class LoggedResults:
         self._returned.clear()
 
     def noting(
-        self, step: Callable[[Any], Any], context: Any, one_process: bool = False
+        self, step: Callable[[Any], Any], context: Any = None, one_process: bool = False
     ) -> Callable[[Any], Any]:
         """`step`, of which it is noted where its logs come from.
 
         Args:
             context: the `StepContext` that it is traced in, or one that delegates to those of
-                replicas.
+                replicas; None: it is one process's.
             one_process: whether all replicas are of this process.
         """
 
         def noted(batch: Any) -> Any:
             logs = step(batch)
-            if context.collectives is not None:
+            if context is not None and context.collectives is not None:
                 gradients = [gradient for gradient, _ in context.part_gradients.values()]
                 self._warn_of_gradients(gradients, one_process)
             if isinstance(logs, Mapping):

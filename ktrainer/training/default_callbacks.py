@@ -2,7 +2,7 @@
 
 broadcast            equal variables before anything reads them
 trace                of `trainer.profile`
-learning rate        set before the step
+learning rate        the base as a batch begins, for the user's own; the rate before the step
 metrics              logs of all ranks, before any callback reads logs
 watched values       added to the logs of `on_log`, before any callback reads them
 the user's own       in the order given, those in code before those in the config
@@ -23,7 +23,7 @@ from typing import Any
 
 from ktrainer.callbacks.broadcast import BroadcastVariables
 from ktrainer.callbacks.callback_list import handles
-from ktrainer.callbacks.learning_rate import LearningRate
+from ktrainer.callbacks.learning_rate import BaseRateAtBatches, LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.callbacks.metric_averaging import AverageMetrics
 from ktrainer.callbacks.profile import Profile
@@ -61,15 +61,13 @@ def make_callbacks(cfg: Any, user_callbacks: Iterable[Any] = ()) -> list[Any]:
     )
     others = [*user_callbacks]
     others += [callback_registry.build(spec, allow=cfg.allow) for spec in cfg.callbacks.values()]
-    rate.base_at_batches = any(
-        handles(each, event)
-        for each in others
-        for event in ("on_train_batch_begin", "on_batch_begin")
-    )
+    events = ("on_train_batch_begin", "on_batch_begin")
+    sets_rates = rate.is_active and any(handles(each, event) for each in others for event in events)
     callbacks = [
         BroadcastVariables(),
         *_profile(cfg),
         rate,
+        *([BaseRateAtBatches(rate)] if sets_rates else []),
         AverageMetrics(),
         *_watches(cfg),
         *others,

@@ -193,7 +193,7 @@ def _common_attributes(model: Any, world: World) -> Arrays:
     told.update(differ)
     if differ and world.is_root:
         warnings.warn(
-            f"{', '.join(differ)}: this variable or tf.random.Generator differs between ranks, "
+            f"{', '.join(differ)}: this tf.Variable or tf.random.Generator differs between ranks, "
             "so checkpoints do not hold it. Make it with layer.add_weight(trainable=False), which "
             "ranks keep equal, or restore it yourself",
             stacklevel=4,
