@@ -70,7 +70,7 @@ from ktrainer.steps.random_numbers import (
     next_seed,
 )
 from ktrainer.steps.step_context import StepContext, tracing
-from ktrainer.steps.step_helpers import warn_of_statistic
+from ktrainer.steps.step_helpers import warn_of_statistic, warn_of_weight
 from ktrainer.steps.step_options import is_overwritten, through_hooks
 from ktrainer.steps.unreduced_losses import aggregate_added, gradient_of_sums
 from ktrainer.steps.update_guard import UpdateGuard, scales_loss
@@ -197,7 +197,7 @@ def _direct_assign(context: StepContext, original: Callable[..., Any]) -> Any:
         if context.on_assign is not None and not context.updating:
             context.on_assign(self, value)
         if not context.updating:
-            warn_of_statistic(context, self, value)
+            (warn_of_weight if self.trainable else warn_of_statistic)(context, self, value)
         return original(self, value)
 
     return direct_assign

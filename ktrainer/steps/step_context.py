@@ -116,6 +116,8 @@ class StepContext(TracedContext):
         applying: gradients are summed, and hooked, clipped and applied now.
         graph: that in which the step is traced; None if it runs eagerly.
         flow: which tensors are computed from this part's gradients of weights.
+        upstream: which tensors are computed from gradients that a tape has returned, of anything.
+        differentiated_by: references of the tensors that a tape has differentiated by.
         part_gradients: the last ones that the step took in `graph`, and their weights, by the
             `id()` of a weight.
         summed_gradients: their sums over ranks, where those are known; see
@@ -165,6 +167,8 @@ class StepContext(TracedContext):
     applying: bool = False
     graph: Any = field(default_factory=present_graph)
     flow: GradientFlow = field(default_factory=GradientFlow)
+    upstream: GradientFlow = field(default_factory=GradientFlow)
+    differentiated_by: set[Any] = field(default_factory=set)
     part_gradients: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     summed_gradients: dict[Any, Any] = field(default_factory=dict)
     compares: bool = False

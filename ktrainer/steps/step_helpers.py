@@ -87,6 +87,20 @@ def average_statistics(context: StepContext, model: keras.Model) -> None:
             moved[i].assign(value)
 
 
+def warn_of_weight(context: StepContext, variable: Any, value: Any) -> None:
+    """Warn of a weight that a step of `fit` sets to what it computes from its part of the rows, as
+    for the second gradient of sharpness-aware minimization."""
+    several = context.collectives is not None or context.capture
+    if several and not context.sums and depends_on_batch(value, context.graph):
+        warnings.warn(
+            f"a step assigns to the weight {variable.path} what it computes from its rows, of "
+            "which each rank, replica or accumulated batch has a part: training is not that of one "
+            "process (replicas get the value of the first one). Let it use the rows of all ranks, "
+            "as ktrainer.all_gather gives them",
+            stacklevel=2,
+        )
+
+
 def warn_of_statistic(context: StepContext, variable: Any, value: Any) -> None:
     """Warn of a statistic that a step of `fit` computes from its part of the rows, and whose mean
     over ranks is not that of all rows: a largest value, a queue, a number of rows; an integer, to

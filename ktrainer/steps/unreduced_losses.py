@@ -13,7 +13,10 @@ import keras
 import tensorflow as tf
 
 from ktrainer.steps.clipped_gradients import note_gradients
+from ktrainer.steps.gradient_flow import reference
 from ktrainer.steps.step_context import StepContext
+
+_DIFFERENTIATING = ("tensorflow.python.eager.backprop", "tensorflow.python.ops.custom_gradient")
 
 
 def aggregate_added(context: StepContext, original: Callable[..., Any]) -> Any:
@@ -23,7 +26,7 @@ def aggregate_added(context: StepContext, original: Callable[..., Any]) -> Any:
         total = original(self, loss)
         if not context.is_over_examples(tf.convert_to_tensor(loss)):
             return total
-        return tf.math.multiply_no_nan(total, tf.cast(context.scale_of_sum(loss), total.dtype))
+        return tf.math.multiply_no_nan(total, tf.cast(_scale(context, loss), total.dtype))
 
     return aggregate_additional_loss
 
@@ -46,6 +49,9 @@ def gradient_of_sums(context: StepContext, original: Callable[..., Any]) -> Any:
         found = original(self, target, sources, output_gradients, unconnected_gradients)
         if of_loss:
             note_gradients(context, sources, found)
+        for each in filter(tf.is_tensor, tf.nest.flatten(found)):
+            context.upstream.note(each, local=False)
+        context.differentiated_by |= {reference(s) for s in tf.nest.flatten(sources)}
         return found
 
     return gradient
@@ -59,10 +65,27 @@ def _scaled(context: StepContext, targets: list[Any], given: Any) -> Any:
     # All have one then: TensorFlow takes None for all of them, or for none.
     upstream = [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)
     for i, target in enumerate(targets):
-        if sums[i]:
-            scale = tf.cast(context.scale_of_sum(target), target.dtype)
+        if sums[i] and (given is None or not _is_of_tape(context, target, upstream[i])):
+            scale = tf.cast(_scale(context, target), target.dtype)
             upstream[i] = tf.math.multiply_no_nan(tf.convert_to_tensor(upstream[i]), scale)
     return upstream
+
+
+def _is_of_tape(context: StepContext, target: tf.Tensor, upstream: Any) -> bool:
+    """Whether a tape has given the gradient of a target, which is scaled then. In an eager step it
+    is known if nothing has changed it, or if the tape differentiated by this very target."""
+    known = reference(target) in context.differentiated_by
+    return known or context.upstream.changes(upstream) is not None
+
+
+def _scale(context: StepContext, tensor: Any) -> tf.Tensor:
+    """`scale_of_sum`, and 1 for a scalar, which may be told only when the step runs."""
+    tensor = tf.convert_to_tensor(tensor)
+    if tensor.shape.rank is not None:
+        return context.scale_of_sum(tensor)
+    is_scalar = tf.equal(tf.rank(tensor), 0)
+    rows = tf.cond(is_scalar, lambda: tf.ones([], tf.int32), lambda: tf.shape(tensor)[0])
+    return tf.where(is_scalar, tf.ones([], tf.float64), context.scale_of_sum(tf.zeros([rows])))
 
 
 def _is_of_weights(sources: Any) -> bool:
@@ -70,11 +93,16 @@ def _is_of_weights(sources: Any) -> bool:
 
 
 def _called_by_tensorflow() -> bool:
-    """Whether the caller is TensorFlow's own code, not a user's function that it converted."""
+    """Whether the caller is TensorFlow's own code, not a user's function that it converted; or a
+    user's gradient function, which TensorFlow calls as it differentiates."""
     frame: Any = sys._getframe(2)
     while _name(frame).startswith(("ktrainer.", "tensorflow.python.autograph.")):
         frame = frame.f_back
-    return _name(frame).startswith("tensorflow.")
+    if _name(frame).startswith("tensorflow."):
+        return True
+    while frame is not None and _name(frame) not in _DIFFERENTIATING:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _name(frame: Any) -> str:

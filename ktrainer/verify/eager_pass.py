@@ -114,7 +114,7 @@ class GradientPasses:
         self._called(batch, context, training=True)
         seeds = {id(g.state) for layer in model._flatten_layers() for g in layer._seed_generators}
         found = context.assigned.keys() - seeds
-        return [v.path for v in model.non_trainable_variables if id(v) in found]
+        return [v.path for v in model.variables if id(v) in found]
 
     def _called(self, batch: Any, context: StepContext, training: bool) -> Any:
         self._draws.restart()

@@ -175,7 +175,7 @@ def _check(
     draws = RandomDraws()
     with eager_passes(draws):
         passes = GradientPasses(model, feed.uniform, draws, SECONDS)
-        facts = UpdateFacts(assigned=passes.assigned(batch) if into.microbatches > 1 else ())
+        facts = UpdateFacts(assigned=passes.assigned(batch) if into.in_turn > 1 else ())
         if exact:
             coupled = call_couples_examples(passes, batch, rows, parts)
             return (f"{explain_coupled_call(str(into))} {_FULL_CHECK}" if coupled else None), facts

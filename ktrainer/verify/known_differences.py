@@ -37,12 +37,13 @@ def known_differences(
 
 
 def _differences(model: keras.Model, feed: Feed, split: Split, facts: UpdateFacts) -> Iterator[str]:
-    if split.replicas * split.microbatches > 1:
+    if split.parts > 1:
         yield from _of_local_batches(model, split)
-        if split.microbatches > 1 and facts.assigned:
+        if split.in_turn > 1 and facts.assigned:
+            part = "microbatch" if split.microbatches > 1 else "accumulated batch"
             yield (
                 f"unlike one process: what a layer assigns to {_list(facts.assigned)} is assigned "
-                "in each microbatch"
+                f"in each {part}"
             )
         if split.microbatches > 1 and (kind := _overridden_apply(model)):
             yield f"unlike one process: {kind} gets the gradients of one stage at a time"
@@ -65,7 +66,7 @@ def _of_local_batches(model: keras.Model, split: Split) -> Iterator[str]:
     if own := local_paths(model):
         yield f"unlike one process: {_list(own)} (backend.local_layers) are each rank's own"
     layers = list(model._flatten_layers())
-    parts = split.microbatches > 1  # which nothing synchronizes
+    parts = split.in_turn > 1  # which nothing synchronizes
     normalising = [
         each.path or each.name
         for each in layers

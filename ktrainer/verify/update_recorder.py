@@ -174,7 +174,7 @@ def _statistics(model: keras.Model, split: Split) -> str:
         for layer in model._flatten_layers()
         if isinstance(layer, keras.layers.BatchNormalization)
     ]
-    if layers and split.microbatches * split.accumulate > 1:
+    if layers and split.in_turn > 1:
         return "microbatch"
     return "" if all(layer.synchronized for layer in layers) else "replica"
 

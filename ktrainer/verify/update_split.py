@@ -26,6 +26,11 @@ class Split:
     def parts(self) -> int:
         return self.replicas * self.microbatches * self.accumulate
 
+    @property
+    def in_turn(self) -> int:
+        """Parts that a replica computes one after another."""
+        return self.microbatches * self.accumulate
+
     def __str__(self) -> str:
         of = {
             "ranks or replicas": self.replicas,

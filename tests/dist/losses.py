@@ -163,6 +163,59 @@ def differentiated(eagerly: bool = False, **settings: Any) -> Case:
     return case(build, {**SMALL, **settings})
 
 
+class Reversed(keras.layers.Dense):
+    """Its gradient function differentiates its outputs, a row for each example, once more."""
+
+    def call(self, x: Any) -> Any:
+        original = super().call
+
+        @tf.custom_gradient
+        def outputs(x: Any) -> Any:
+            def gradient(dy: Any, variables: Any = None) -> Any:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    again = original(x)
+                given = {"output_gradients": dy}
+                of_x, *of_variables = tape.gradient(again, [x, *variables], **given)
+                return of_x, of_variables
+
+            return original(x), gradient
+
+        return outputs(x)
+
+
+class InPieces(keras.Model):
+    """Differentiates its loss by what its first layer gives, then that by its weights."""
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        _, first, last = self.layers
+        with tf.GradientTape() as of_first:
+            hidden = first(x)
+        with tf.GradientTape(persistent=True) as of_last:
+            of_last.watch(hidden)
+            loss = tf.reduce_mean(keras.losses.mean_squared_error(y, last(hidden)))
+            # Of a rank that is not known while the step is traced, as of tf.py_function.
+            loss += tf.compat.v1.placeholder_with_default(tf.reduce_mean(hidden**2), None)
+        given = of_last.gradient(loss, hidden)
+        found = [
+            *of_first.gradient(hidden, first.trainable_variables, output_gradients=2 * given),
+            *of_last.gradient(loss, last.trainable_variables),
+        ]
+        self.optimizer.apply(found, [*first.trainable_variables, *last.trainable_variables])
+        self._loss_tracker.update_state(tf.reshape(loss, []))
+        return {"loss": self._loss_tracker.result()}
+
+
+def in_pieces(first: Any = keras.layers.Dense, **settings: Any) -> Case:
+    def build() -> Any:
+        model = network(InPieces, first=first)
+        model.compile(sgd(), "mse")
+        return model
+
+    return case(build, {**SMALL, **settings})
+
+
 def nt_xent(_: Any, views: Any) -> Any:
     """SimCLR's loss of each pair of views, which has shape (examples, 2, features)."""
     z = ops.normalize(ops.concatenate([views[:, 0], views[:, 1]], 0), axis=-1)
@@ -366,6 +419,9 @@ LOSSES = {
     "returned_whole": lambda: returned(**WHOLE),
     "returned_accumulated": lambda: returned(**HALVES),
     "differentiated": lambda: differentiated(),
+    "in_pieces": lambda: in_pieces(),
+    "in_pieces_accumulated": lambda: in_pieces(**HALVES),
+    "reversed": lambda: in_pieces(Reversed),
     "differentiated_eagerly": lambda: differentiated(True),
     "differentiated_in_few_rows": lambda: differentiated(**FEWER),
     "differentiated_by_xla": lambda: differentiated(**{"trainer.xla": "true"}),

@@ -76,6 +76,11 @@ def test_weights_that_spread_the_values_of_a_loss(ranks: Callable[..., Any]) -> 
     compare(names, ranks(2).run(losses.outcomes, names, backend="data_parallel", deadline=200))
 
 
+def test_gradients_that_are_computed_in_pieces(ranks: Callable[..., Any]) -> None:
+    names = ["in_pieces", "in_pieces_accumulated", "reversed"]
+    compare(names, ranks(2).run(losses.outcomes, names, backend="data_parallel", deadline=200))
+
+
 def test_a_rank_without_such_rows_waits_for_none(ranks: Callable[..., Any]) -> None:
     names = ["of_any", "of_any_eagerly"]
     first, second = ranks(2).run(losses.outcomes, names, backend="data_parallel", deadline=90)

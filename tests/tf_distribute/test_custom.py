@@ -514,6 +514,46 @@ def test_weights_that_steps_assign_are_those_of_replica_0(ranks: Callable[..., A
             np.testing.assert_allclose(value, truth, rtol=1e-5, atol=1e-6)
 
 
+def sharpened(strategy: str, **settings: Any) -> set[str]:
+    """The weights that are named where a step moves them by its gradients, and back."""
+    import warnings
+
+    import keras
+    import tensorflow as tf
+
+    class Sharpened(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            weights = self.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(data[0], data[1], self(data[0]))
+            moves = [0.05 * tf.math.l2_normalize(g) for g in tape.gradient(loss, weights)]
+            for weight, move in zip(weights, moves, strict=True):
+                weight.assign_add(move)
+            logs = super().train_step(data)
+            weights[0].assign(tf.clip_by_value(weights[0].value, -9.0, 9.0))  # no rows in this
+            return logs
+
+    words = {"data__batch_size": 8, "health__audit_every": "null", "health__verify": "off"}
+    with trainer(strategy, **words, **settings) as it, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model = Sharpened([keras.Input((8,)), keras.layers.Dense(8, use_bias=False, name="a")])
+        model.compile("sgd", "mse")
+        it.fit(model, (vectors(16)[0], vectors(16)[0]))
+    return {
+        str(e.message).split("weight ")[1].split()[0] for e in said if "to the weight" in str(e)
+    }
+
+
+def test_weights_that_steps_assign_from_rows_are_named(ranks: Callable[..., Any]) -> None:
+    for strategy, settings, named in [
+        ("data_parallel", {}, {"sharpened/a/kernel"}),
+        ("local", {"trainer__accumulate": 2}, {"sharpened/a/kernel"}),
+        ("local", {}, set()),
+    ]:
+        for found in under(ranks, strategy, sharpened, strategy, **settings):
+            assert found == named
+
+
 def skipped_gan(strategy: str, devices: int | None) -> str:
     """What is said of a step of two updates, one of which may be bad."""
     from ktrainer.errors import ModelError

@@ -364,6 +364,33 @@ def test_what_layers_assign_in_each_microbatch(
     assert ranks(1).run(counting, microbatches, own, deadline=120) == [expected]
 
 
+def test_what_layers_do_in_each_accumulated_batch() -> None:
+    import keras
+    from keras import layers
+
+    settings = {"logging": {"progress": "none", "csv": False}, "trainer": {"accumulate": 2}}
+    with Trainer(settings) as trainer:
+        x = inputs = keras.Input((4, 6))
+        for layer in (
+            layers.Flatten(),
+            layers.SpectralNormalization(layers.Dense(3, name="dense"), name="spectral"),
+            layers.BatchNormalization(synchronized=True, name="plain"),
+            layers.Dropout(0.3, name="drops"),
+            layers.Dense(1),
+        ):
+            x = layer(x)
+        model = keras.Model(inputs, x)
+        model.compile("sgd", "mse")
+        trainer.fit(model, _data("known"), epochs=1)
+        normalised, drawn, assigned, *more = trainer.state.differences
+    assert more == []
+    assert normalised == NORMALISED.partition("; synchronized")[0].replace(", nested/plain", "")
+    assert drawn == DRAWN
+    assert "what a layer assigns to spectral/" in assigned
+    assert "dense/kernel" in assigned
+    assert assigned.endswith("is assigned in each accumulated batch")
+
+
 def test_silence_of_the_progress_bar_is_not_that_of_differences(capsys: Any) -> None:
     import keras
 

@@ -16,7 +16,6 @@ happen at once, for they are shared:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -59,9 +58,14 @@ from ktrainer.steps.metric_states import (
     warn_of_unlisted,
 )
 from ktrainer.steps.step_context import StepContext
-from ktrainer.steps.step_helpers import check_applied, is_uniform, rows_of, warn_of_statistic
+from ktrainer.steps.step_helpers import (
+    check_applied,
+    is_uniform,
+    rows_of,
+    warn_of_statistic,
+    warn_of_weight,
+)
 from ktrainer.steps.update_guard import LossOfStep, check_one_update
-from ktrainer.steps.variable_assignments import depends_on_batch
 
 Step = Callable[[Any], Any]
 # Variables, and the constants that a step has set them to before it adds; the same on all replicas.
@@ -306,14 +310,7 @@ class Replicas:
 
     def _assign_weight(self, variable: Any, value: Any) -> None:
         """Assign a weight in the middle of a step: the first replica's value, on all."""
-        context = self.contexts.here
-        if context.collectives is not None and depends_on_batch(value, context.graph):
-            warnings.warn(
-                f"a step assigns to the weight {variable.path} what it computes from its rows: all "
-                "replicas get the value of the first one's rows. Let it use the rows of all of "
-                "them, as ktrainer.all_gather gives them",
-                stacklevel=2,
-            )
+        warn_of_weight(self.contexts.here, variable, value)
         value = self.contexts.of_first_replica(tf.convert_to_tensor(value))
         self.contexts.call_once(lambda first: variable.assign(first[0]), [value])
 
