@@ -250,6 +250,20 @@ class StepContext(TracedContext):
             return tf.cast(total, local.dtype)
         return self.sum(local, "a loss counts what it is divided by on all ranks")
 
+    def check_denominators(self) -> None:
+        """Refuse a step that has not used all denominators that were counted for it.
+
+        Raises:
+            ModelError: it computes other losses than as they were counted.
+        """
+        counted = 0 if self.denominators is None else len(self.denominators)
+        if self._next != counted:
+            raise ModelError(
+                f"a step has divided {self._next} losses by what was counted over all parts of the "
+                f"update, and it was counted for {counted}: the step computed other losses then. "
+                "Set trainer.accumulate=1 and trainer.xla=false"
+            )
+
     def sum(
         self, tensor: tf.Tensor, why: str = "BatchNormalization with synchronized=True does"
     ) -> tf.Tensor:

@@ -118,6 +118,7 @@ class GradientParts:
 
     def take(self, context: StepContext) -> Tensors:
         """The weighted gradients of a step that was traced with `context`, which captures."""
+        context.check_denominators()
         self.optimizer, gradients, self.variables = captured_gradients(context, self._model)
         marked = [mark_common(g, context.rows) for g in gradients]
         # The first trace decides for those that come after.
