@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ktrainer.config import command_line
 from ktrainer.runtime.garbage_collection import paused_collection
 from ktrainer.runtime.monkeypatching import Replacements, wrap_import
 from ktrainer.script.shared_folders import share_folders
@@ -46,6 +47,7 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
     """
     global _first
     _first = rank == 0
+    command_line.launcher_seed = seed
     if marks is not None:
         share_folders(marks, rank, _replaced)
     around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -121,6 +123,7 @@ def uninstall() -> None:
         _routing.close()
         _routing = None
     _replaced.close()
+    command_line.launcher_seed = None
 
 
 def say(text: str) -> None:

@@ -335,6 +335,24 @@ def test_orders_of_epochs_differ_and_torch_is_seeded_where_ranks_draw_a_seed(
     assert done.stdout == "3 1\n", done.stderr
 
 
+SPLIT = """
+import keras, numpy as np
+print(np.random.permutation(1000)[:5], np.random.default_rng().integers(1000))
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.ones((8, 1)), np.ones((8, 1)), verbose=0)
+"""
+
+
+def test_a_resume_splits_data_as_before_if_ranks_drew_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "split.py").write_text(SPLIT)
+    words = ["split.py", *TWO, "logging.progress=none", "run.dir=runs/a", "checkpoint.every=1ep"]
+    first = run(tmp_path, "-n", 2, *words)
+    assert first.stdout.count("[") == 1, first.stderr
+    assert run(tmp_path, "-n", 2, *words, "trainer.epochs=2").stdout == first.stdout
+    assert run(tmp_path, "-n", 2, *words, "checkpoint.resume=never").stdout != first.stdout
+
+
 SLOW = """
 import time
 import keras
