@@ -353,6 +353,34 @@ def test_a_resume_splits_data_as_before_if_ranks_drew_the_seed(tmp_path: Path) -
     assert run(tmp_path, "-n", 2, *words, "checkpoint.resume=never").stdout != first.stdout
 
 
+CTRL_C = """
+import os, signal
+import keras, numpy as np
+class Asks(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+fit = lambda: model.fit(np.ones((8, 1)), np.ones((8, 1)), epochs=9, verbose=0, callbacks=[Asks()])
+try:
+    fit()
+except KeyboardInterrupt:
+    model.save("kept.keras")
+    print("saved at", int(model.optimizer.iterations.numpy()), flush=True)
+fit()
+"""
+
+
+def test_a_script_that_catches_ctrl_c_saves_its_model(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CTRL_C)
+    done = run(tmp_path, "-n", 2, "script.py", *TWO, "logging.progress=none")
+    assert done.stdout == "saved at 1\n", done.stderr
+    assert (tmp_path / "kept.keras").exists()
+    assert done.returncode == 130  # of the second `fit`, where nothing catches it
+    assert "interrupted by SIGINT at step 1, and there is no checkpoint" in done.stderr
+
+
 SLOW = """
 import time
 import keras
