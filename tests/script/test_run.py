@@ -429,6 +429,17 @@ def test_a_script_that_looks_for_keras_before_it_imports_it(tmp_path: Path) -> N
     assert result(run_importing(tmp_path, "script.py")) is True
 
 
+def test_keras_2_is_refused_where_each_rank_would_train_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "tf_keras.py").write_text("class Model:\n    def fit(self): print('trained')\n")
+    with (tmp_path / "tf_keras.py").open("a") as file:
+        file.write("    train_on_batch = fit\n")
+    (tmp_path / "script.py").write_text("import tf_keras\ntf_keras.Model().fit()\n")
+    several = run(tmp_path, "-n", 2, "script.py", *TWO)
+    assert (several.returncode, several.stdout) == (1, ""), several.stderr
+    assert "SetupError: tf_keras is Keras 2" in several.stderr
+    assert run(tmp_path, "script.py").stdout == "trained\n"
+
+
 WRITERS = """
 import glob, json
 import keras, numpy as np, tensorflow as tf
