@@ -440,6 +440,30 @@ def test_keras_2_is_refused_where_each_rank_would_train_by_itself(tmp_path: Path
     assert run(tmp_path, "script.py").stdout == "trained\n"
 
 
+DEVICES = """
+import json
+import keras, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")
+for set in (tf.config.set_visible_devices, tf.config.experimental.set_visible_devices):
+    set(cpu, "CPU")
+parts = [tf.config.LogicalDeviceConfiguration()] * 3
+tf.config.set_logical_device_configuration(cpu[0], parts)
+print("RESULT", json.dumps(len(tf.config.list_logical_devices("CPU"))))
+"""
+
+
+@pytest.mark.parametrize(("way", "devices"), [("local", 3), ("ranks", 1), ("mirrored", 2)])
+def test_devices_of_the_script_do_not_undo_those_of_ranks(
+    way: str, devices: int, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(DEVICES)
+    ranks, words = WAYS[way]
+    done = run(tmp_path, "-n", ranks, "script.py", *words, "logging.progress=none")
+    assert result(done) == devices
+    said = done.stderr.count("set_visible_devices of the script has no effect")
+    assert said == (way != "local")
+
+
 WRITERS = """
 import glob, json
 import keras, numpy as np, tensorflow as tf
