@@ -52,6 +52,8 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
     if marks is not None:
         share_folders(marks, rank, _replaced)
         _AfterImport("tf_keras", _refuse_keras_2)
+        if not _first:
+            _AfterImport("wandb", _disable_wandb)
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     if seed is not None:
         random.seed(seed)
@@ -133,6 +135,22 @@ def _refuse_keras_2() -> None:
 
     for name in ("fit", "train_on_batch"):
         _replaced.wrap(model, name, refuse)
+
+
+def _disable_wandb() -> None:
+    """Disable the runs that the script starts on this rank: rank 0 has one."""
+
+    def disabled(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if caller.startswith("ktrainer."):  # logging.wandb, of a rank that has become rank 0
+                return original(*args, **kwargs)
+            return original(*args, **{**kwargs, "mode": "disabled"})
+
+        return init
+
+    _replaced.wrap(import_module("wandb"), "init", disabled)
 
 
 def uninstall() -> None:

@@ -440,6 +440,13 @@ def test_keras_2_is_refused_where_each_rank_would_train_by_itself(tmp_path: Path
     assert run(tmp_path, "script.py").stdout == "trained\n"
 
 
+def test_a_script_has_one_run_in_wandb(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("def init(project, mode=None): print(project, mode)\n")
+    (tmp_path / "script.py").write_text("import wandb\nwandb.init('digits')\nimport keras\n")
+    done = run(tmp_path, "-n", 2, "--all-ranks", "script.py", *TWO, "logging.progress=none")
+    assert sorted(done.stdout.splitlines()) == ["digits None", "digits disabled"], done.stderr
+
+
 DEVICES = """
 import json
 import keras, tensorflow as tf
