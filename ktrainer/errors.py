@@ -172,6 +172,10 @@ class Interrupted(SystemExit):
         return type(self), (self.signal, self.step, self.checkpoint, self.saved_at, self.add)
 
 
+class InterruptedByKeyboard(Interrupted, KeyboardInterrupt):
+    """`Interrupted` by SIGINT, as Ctrl-C sends it, which `except KeyboardInterrupt` catches too."""
+
+
 RUN_AGAIN = 75  # EX_TEMPFAIL
 
 

@@ -32,6 +32,7 @@ from ktrainer.checkpoint.contents.capture_state import history_of
 from ktrainer.checkpoint.contents.run_snapshot import Snapshot, take_snapshot
 from ktrainer.checkpoint.contents.unsaved_variables import warn_of_unsaved
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
+from ktrainer.config import command_line
 from ktrainer.data import data_fingerprint
 from ktrainer.distributed import World
 from ktrainer.errors import CheckpointError, ConfigError
@@ -287,10 +288,12 @@ class Checkpoint(Callback):
         return True
 
     def run_facts(self, step: int) -> dict[str, Any]:
-        """The manifest's entries about the run: its name, facts of its call of `fit`, and the best
-        value if it is that of `step`, saved for the first time or again."""
+        """The manifest's entries about the run: its name, the seed of its script, facts of its call
+        of `fit`, and the best value if it is that of `step`, saved for the first time or again."""
         call = {} if self.trainer is None else {"call": self.train_state.call_facts}
-        return {"run": self._run, **call, **self._best.facts(self.model, step)}
+        seed = command_line.launcher_seed
+        seeded = {} if seed is None else {"script_seed": seed}
+        return {"run": self._run, **seeded, **call, **self._best.facts(self.model, step)}
 
     def save_in_time(self, seconds: float) -> None:
         """Save, unless this state is saved already, or a save is likely to take longer than

@@ -4,11 +4,13 @@ configuration, and the hosts."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ktrainer.cli import launch_hosts
@@ -17,7 +19,7 @@ from ktrainer.cli.launch_options import THREADS
 from ktrainer.config import Config
 from ktrainer.config.launch_environment import LOOPBACK, MAY_JOIN, to_environment
 from ktrainer.config.watch_checks import require_trackers
-from ktrainer.errors import ConfigError
+from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.launch import heal_option, mpirun_command
 from ktrainer.launch.host_connections import HostConnections
 from ktrainer.launch.hosts import Host
@@ -169,10 +171,32 @@ def _options(
 ) -> Options:
     words, own = split_words(args.args) if args.check else ([], args.args)
     out, err = (_terminal(stream) for stream in (sys.stdout, sys.stderr))
-    seed = config.seed if config is not None and config.is_set("seed") else None
-    if seed is None and several:
-        seed = secrets.randbits(31)
-    return Options(slices, out, err, words, own, seed, args.ranks)
+    return Options(slices, out, err, words, own, _seed(config, several), args.ranks)
+
+
+def _seed(config: Config | None, several: bool) -> int | None:
+    """The seed of a plain script: the one configured; else that of the run which it resumes, so
+    that it splits and shuffles its data as before; else a new one for several ranks."""
+    if config is not None and config.is_set("seed") and config.seed is not None:
+        return config.seed
+    seed = None if config is None else _saved_seed(config)
+    return secrets.randbits(31) if seed is None and several else seed
+
+
+def _saved_seed(config: Config) -> int | None:
+    """The seed in the newest checkpoint from which a run may resume, if there is one."""
+    mode, run = config.checkpoint.resume, config.run.dir
+    named = run if run is not None and "{time}" not in run else None
+    path = (config.checkpoint.dir or named) if mode == "auto" else mode
+    if mode == "never" or path is None:
+        return None
+    # Imported here: most launches have nothing to resume.
+    from ktrainer.checkpoint.format.find_checkpoints import select_checkpoint
+
+    with contextlib.suppress(CheckpointError, OSError):  # the ranks report what cannot be read
+        seed = (select_checkpoint(Path(path).expanduser()).manifest or {}).get("script_seed")
+        return seed if isinstance(seed, int) else None
+    return None
 
 
 def _terminal(stream: object) -> str | None:

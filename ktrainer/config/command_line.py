@@ -15,6 +15,8 @@ from ktrainer.errors import ConfigError
 # of `sys.argv`. Set in the process that runs the script, before it begins: an environment variable
 # would be inherited by the script's child processes.
 launcher_words: list[str] = []
+# With which `ktrainer run` seeds a plain script; checkpoints keep it for a resume.
+launcher_seed: int | None = None
 _taken = False  # whether a Trainer of the script has them
 _refusal: ConfigError | None = None  # of the script's Trainers, if none has them
 

@@ -38,8 +38,8 @@ class Options:
             live displays work; None: it uses its pipe like the others.
         words: ktrainer's part of the command line: `key=value`, `--config FILE`.
         arguments: the script's own.
-        seed: seed of all random numbers of a plain script: the configuration's, else one drawn
-            for several ranks; None: there is one rank.
+        seed: seed of all random numbers of a plain script: the configuration's, else that of
+            the run which it resumes, else one drawn for several ranks; None: there is one rank.
         ranks: how many processes are started.
     """
 

@@ -64,7 +64,7 @@ _FINAL = frozenset(
     }
 )
 _LOST = "ktrainer.errors.RanksLost"
-_ASKED_TO_END = "ktrainer.errors.Interrupted"
+_ASKED_TO_END = frozenset({"ktrainer.errors.Interrupted"})
 _INTERRUPTED = 130
 # `ktrainer.verify.verify_mode.VARIABLE`, written out as its import takes that of the configuration.
 _VERIFY = "KTRAINER_VERIFY"
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
     try:
         _run(script, rank, options, folder, partial(_report_import, notes))
     except SystemExit as error:
-        if _name(type(error)) == _ASKED_TO_END:
+        if _is_one_of(type(error), _ASKED_TO_END):
             # Not a failure: mpirun would end ranks that are still on their way out.
             _send_interrupted(notes, error)
         elif error.code not in (None, 0):

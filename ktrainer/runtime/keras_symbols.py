@@ -366,6 +366,20 @@ keras.src.callbacks.swap_ema_weights
 keras.src.callbacks.tensorboard
     TensorBoard()._global_train_batch, _global_test_batch
         checkpoint: read and restored; the state of the callback
+tensorflow.python.checkpoint.checkpoint
+    Checkpoint.save(self, file_prefix, options)
+        script: replaced; rank 0 writes
+    Checkpoint.write(self, file_prefix, options)
+        script: replaced; rank 0 writes
+tensorflow.python.checkpoint.checkpoint_management
+    CheckpointManager.save
+        script: replaced; rank 0 writes
+    CheckpointManager()._latest_checkpoint
+        script: read, set; other ranks know what rank 0 has written
+    CheckpointManager()._maybe_delete
+        script: read, set; likewise
+    CheckpointManager()._last_preserved_timestamp
+        script: read, set; likewise
 tensorflow.python.eager.backprop
     GradientTape.gradient(self, target, sources, output_gradients, unconnected_gradients)
         steps, tf_distribute: replaced; a vector is summed over all ranks; sharded variables

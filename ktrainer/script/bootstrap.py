@@ -14,8 +14,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from ktrainer.config import command_line
+from ktrainer.errors import SetupError
 from ktrainer.runtime.garbage_collection import paused_collection
 from ktrainer.runtime.monkeypatching import Replacements, wrap_import
 from ktrainer.script.shared_folders import share_folders
@@ -46,8 +48,12 @@ def install(rank: int, seed: int | None, horovod: bool, marks: Path | None = Non
     """
     global _first
     _first = rank == 0
+    command_line.launcher_seed = seed
     if marks is not None:
         share_folders(marks, rank, _replaced)
+        _AfterImport("tf_keras", _refuse_keras_2)
+        if not _first:
+            _AfterImport("wandb", _disable_wandb)
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     if seed is not None:
         random.seed(seed)
@@ -112,6 +118,41 @@ def _watch_fit(ranks: int) -> None:
     replaced.wrap(keras.Model, "fit", make)
 
 
+def _refuse_keras_2() -> None:
+    """Refuse training by Keras 2, which is not routed: each rank would train by itself."""
+    model = import_module("tf_keras").Model
+
+    def refuse(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(*args: Any, **kwargs: Any) -> NoReturn:
+            raise SetupError(
+                "tf_keras is Keras 2, which ktrainer does not know: each rank would train by "
+                "itself. Import keras, which is Keras 3, instead, and unset TF_USE_LEGACY_KERAS; "
+                "or run one process, without `ktrainer run -n`"
+            )
+
+        return train
+
+    for name in ("fit", "train_on_batch"):
+        _replaced.wrap(model, name, refuse)
+
+
+def _disable_wandb() -> None:
+    """Disable the runs that the script starts on this rank: rank 0 has one."""
+
+    def disabled(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            caller = str(sys._getframe(1).f_globals.get("__name__"))
+            if caller.startswith("ktrainer."):  # logging.wandb, of a rank that has become rank 0
+                return original(*args, **kwargs)
+            return original(*args, **{**kwargs, "mode": "disabled"})
+
+        return init
+
+    _replaced.wrap(import_module("wandb"), "init", disabled)
+
+
 def uninstall() -> None:
     """Undo `install`."""
     global _routing
@@ -121,6 +162,7 @@ def uninstall() -> None:
         _routing.close()
         _routing = None
     _replaced.close()
+    command_line.launcher_seed = None
 
 
 def say(text: str) -> None:

@@ -21,7 +21,7 @@ from ktrainer.script.batch_methods import BatchMethods
 from ktrainer.script.keras_callbacks import common_batch_logs, on_ranks
 from ktrainer.script.shared_files import has_other_ranks, route_files
 from ktrainer.script.unsupported_patterns import refuse_loops, watch_files
-from ktrainer.script.user_strategies import route_strategies
+from ktrainer.script.user_strategies import route_devices, route_strategies
 from ktrainer.trainer import Trainer
 
 _METHODS = ("fit", "evaluate", "predict")
@@ -49,6 +49,8 @@ class Routing:
             wrap(TensorFlowTrainer, name, make)
         route_files(trainer, self._replaced, self._borrowed)
         route_strategies(trainer, self._replaced)
+        if has_other_ranks(trainer.world) or trainer.backend.strategy is not None:
+            route_devices(trainer, self._replaced)
         self._cut: dict[int, keras.Model] = {}
         self._gathers = 0
         self._traced_at: WeakKeyDictionary[keras.Model, int] = WeakKeyDictionary()

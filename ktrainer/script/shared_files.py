@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _METHODS = ("save", "save_weights")
 _OF_A_MODEL = ("save_model", "save_weights")  # of keras.saving
+# Of a tf.train.CheckpointManager: what it knows of its files.
+_MANAGED = ("_latest_checkpoint", "_maybe_delete", "_last_preserved_timestamp")
 
 
 def has_other_ranks(world: World) -> bool:
@@ -42,7 +44,7 @@ def route_files(
     replaced: Replacements,
     borrow: Callable[[keras.Model], AbstractContextManager[None]],
 ) -> None:
-    """Write files of Keras once, and download once.
+    """Write files of Keras and TensorFlow once, and download once.
 
     Args:
         borrow: a context in which a model that is not cut has all of its variables.
@@ -66,6 +68,12 @@ def route_files(
     replaced.wrap_function(keras.utils.get_file, functools.partial(_root_first, trainer))
     replaced.wrap(tf.data.Dataset, "cache", functools.partial(_cache_of_rank, trainer.world))
     replaced.wrap(keras.Model, "load_weights", _load_by_all)
+    replaced.wrap(tf.summary, "create_file_writer", functools.partial(_writer_of_root, trainer))
+    if trainer.backend.strategy is None:  # else it writes as its workers must
+        save = functools.partial(_save_once, trainer, borrow)
+        for name in ("save", "write"):
+            replaced.wrap(tf.train.Checkpoint, name, save)
+        replaced.wrap(tf.train.CheckpointManager, "save", save)
 
 
 def _write_once(
@@ -106,6 +114,75 @@ def _write_once(
         return result
 
     return write
+
+
+def _save_once(
+    trainer: Trainer,
+    borrow: Callable[[keras.Model], AbstractContextManager[None]],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A method of `tf.train.Checkpoint` or its manager that saves: on rank 0, while the others
+    wait, and count the checkpoint too. A rank that names another path, as in a temporary folder,
+    saves there itself; in a pipeline, where it has a part of the values, it gets rank 0's path."""
+
+    @functools.wraps(original)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        manages = isinstance(self, tf.train.CheckpointManager)
+        path = self.directory if manages else kwargs.get("file_prefix", (*args, None)[0])
+        if collectives_off() or not isinstance(path, (str, os.PathLike)):
+            return original(self, *args, **kwargs)  # a tensor, in a graph
+        path, found = os.path.abspath(path), dict[str, Any]()
+        checkpoint = self.checkpoint if manages else self
+
+        def call() -> None:
+            with without_collectives():
+                found["result"] = original(self, *args, **kwargs)
+            if original.__name__ == "save":
+                found["count"] = int(checkpoint.save_counter.numpy())
+            if manages:
+                found["managed"] = {name: vars(self)[name] for name in _MANAGED}
+
+        def on_root() -> None:
+            if missing:
+                raise CheckpointError(f"cannot save the model: no stage has {missing}")
+            found["path"] = path
+            call()
+
+        with ExitStack() as stack:
+            missing: list[str] = []
+            for model in (each for each in vars(checkpoint).values() if _is_model(each)):
+                stack.enter_context(borrow(model))
+                missing += stack.enter_context(whole_on_root(model))
+                if trainer.world.is_root:
+                    stack.enter_context(_all_local(model))
+            what = f"{original.__qualname__} {path}"
+            _, of_root = _by_root(trainer, what, on_root, found)
+        if of_root["path"] != path and trainer.backend.name != "pipeline":
+            call()
+            of_root = found
+        if not trainer.world.is_root:
+            if "count" in of_root:
+                checkpoint.save_counter.assign(of_root["count"])
+            vars(self).update(of_root.get("managed", {}))
+        return of_root["result"]
+
+    return save
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, keras.Model)
+
+
+def _writer_of_root(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:
+    """`tf.summary.create_file_writer`, whose files rank 0 alone writes."""
+
+    @functools.wraps(original)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if trainer.world.is_root:
+            return original(*args, **kwargs)
+        return tf.summary.create_noop_writer()
+
+    return create
 
 
 def _copy(source: str, target: str) -> None:

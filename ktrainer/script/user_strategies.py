@@ -1,8 +1,11 @@
-"""Replace `tf.distribute` strategies of a script by the backend's, or by a single replica."""
+"""Replace `tf.distribute` strategies of a script by the backend's, or by a single replica, and drop
+the devices that it sets where the backend has set them."""
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,45 @@ _EXPERIMENTAL = (
     "ParameterServerStrategy",
     "TPUStrategy",
 )
+_DEVICES = {
+    tf.config: ("set_visible_devices", "set_logical_device_configuration"),
+    tf.config.experimental: (
+        "set_visible_devices",
+        "set_virtual_device_configuration",
+        "set_memory_growth",
+    ),
+    tf.config.threading: (
+        "set_intra_op_parallelism_threads",
+        "set_inter_op_parallelism_threads",
+    ),
+}
+
+
+def route_devices(trainer: Trainer, replaced: Replacements) -> None:
+    """Let a script's choice of devices and threads have no effect, and say so once: each rank has
+    its own already, which the same line on all ranks would undo."""
+
+    @functools.cache
+    def say(name: str) -> None:
+        if trainer.world.is_root:
+            print(
+                f"ktrainer run: {name} of the script has no effect: ktrainer gives each rank its "
+                "devices and threads (CUDA_VISIBLE_DEVICES=-1 trains on the CPU; ktrainer run "
+                "--threads)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def ignore(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def configure(*args: Any, **kwargs: Any) -> None:
+            say(original.__name__)
+
+        return configure
+
+    for module, names in _DEVICES.items():
+        for name in names:
+            replaced.wrap(module, name, ignore)
 
 
 def route_strategies(trainer: Trainer, replaced: Replacements) -> None:

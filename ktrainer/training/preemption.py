@@ -25,7 +25,7 @@ import numpy as np
 
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
 from ktrainer.data.prefetch_thread import checked_waits
-from ktrainer.errors import Interrupted
+from ktrainer.errors import Interrupted, InterruptedByKeyboard
 from ktrainer.training.resume import words_to_resume
 
 if TYPE_CHECKING:
@@ -204,7 +204,8 @@ def checkpoint_and_exit(
     saved = world.broadcast(saved, 0, "last checkpoint before the end")
     path, saved_at = saved or (None, None)
     add = words_to_resume(context, state, path) if path is not None else ""
-    ended = Interrupted(request.number, step, path, saved_at, add)
+    kind = InterruptedByKeyboard if request.number == signal.SIGINT else Interrupted
+    ended = kind(request.number, step, path, saved_at, add)
     if world.is_root and LAUNCHED not in os.environ:
         print(f"ktrainer: {ended}", file=sys.stderr, flush=True)
     raise ended

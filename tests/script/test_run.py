@@ -335,6 +335,52 @@ def test_orders_of_epochs_differ_and_torch_is_seeded_where_ranks_draw_a_seed(
     assert done.stdout == "3 1\n", done.stderr
 
 
+SPLIT = """
+import keras, numpy as np
+print(np.random.permutation(1000)[:5], np.random.default_rng().integers(1000))
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+model.fit(np.ones((8, 1)), np.ones((8, 1)), verbose=0)
+"""
+
+
+def test_a_resume_splits_data_as_before_if_ranks_drew_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "split.py").write_text(SPLIT)
+    words = ["split.py", *TWO, "logging.progress=none", "run.dir=runs/a", "checkpoint.every=1ep"]
+    first = run(tmp_path, "-n", 2, *words)
+    assert first.stdout.count("[") == 1, first.stderr
+    assert run(tmp_path, "-n", 2, *words, "trainer.epochs=2").stdout == first.stdout
+    assert run(tmp_path, "-n", 2, *words, "checkpoint.resume=never").stdout != first.stdout
+
+
+CTRL_C = """
+import os, signal
+import keras, numpy as np
+class Asks(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+fit = lambda: model.fit(np.ones((8, 1)), np.ones((8, 1)), epochs=9, verbose=0, callbacks=[Asks()])
+try:
+    fit()
+except KeyboardInterrupt:
+    model.save("kept.keras")
+    print("saved at", int(model.optimizer.iterations.numpy()), flush=True)
+fit()
+"""
+
+
+def test_a_script_that_catches_ctrl_c_saves_its_model(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(CTRL_C)
+    done = run(tmp_path, "-n", 2, "script.py", *TWO, "logging.progress=none")
+    assert done.stdout == "saved at 1\n", done.stderr
+    assert (tmp_path / "kept.keras").exists()
+    assert done.returncode == 130  # of the second `fit`, where nothing catches it
+    assert "interrupted by SIGINT at step 1, and there is no checkpoint" in done.stderr
+
+
 SLOW = """
 import time
 import keras
@@ -381,6 +427,48 @@ def test_a_script_that_looks_for_keras_before_it_imports_it(tmp_path: Path) -> N
         "print('RESULT', json.dumps('ktrainer.script.routing' in sys.modules))\n"
     )
     assert result(run_importing(tmp_path, "script.py")) is True
+
+
+def test_keras_2_is_refused_where_each_rank_would_train_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "tf_keras.py").write_text("class Model:\n    def fit(self): print('trained')\n")
+    with (tmp_path / "tf_keras.py").open("a") as file:
+        file.write("    train_on_batch = fit\n")
+    (tmp_path / "script.py").write_text("import tf_keras\ntf_keras.Model().fit()\n")
+    several = run(tmp_path, "-n", 2, "script.py", *TWO)
+    assert (several.returncode, several.stdout) == (1, ""), several.stderr
+    assert "SetupError: tf_keras is Keras 2" in several.stderr
+    assert run(tmp_path, "script.py").stdout == "trained\n"
+
+
+def test_a_script_has_one_run_in_wandb(tmp_path: Path) -> None:
+    (tmp_path / "wandb.py").write_text("def init(project, mode=None): print(project, mode)\n")
+    (tmp_path / "script.py").write_text("import wandb\nwandb.init('digits')\nimport keras\n")
+    done = run(tmp_path, "-n", 2, "--all-ranks", "script.py", *TWO, "logging.progress=none")
+    assert sorted(done.stdout.splitlines()) == ["digits None", "digits disabled"], done.stderr
+
+
+DEVICES = """
+import json
+import keras, tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")
+for set in (tf.config.set_visible_devices, tf.config.experimental.set_visible_devices):
+    set(cpu, "CPU")
+parts = [tf.config.LogicalDeviceConfiguration()] * 3
+tf.config.set_logical_device_configuration(cpu[0], parts)
+print("RESULT", json.dumps(len(tf.config.list_logical_devices("CPU"))))
+"""
+
+
+@pytest.mark.parametrize(("way", "devices"), [("local", 3), ("ranks", 1), ("mirrored", 2)])
+def test_devices_of_the_script_do_not_undo_those_of_ranks(
+    way: str, devices: int, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(DEVICES)
+    ranks, words = WAYS[way]
+    done = run(tmp_path, "-n", ranks, "script.py", *words, "logging.progress=none")
+    assert result(done) == devices
+    said = done.stderr.count("set_visible_devices of the script has no effect")
+    assert said == (way != "local")
 
 
 WRITERS = """

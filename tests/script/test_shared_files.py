@@ -206,3 +206,48 @@ def test_what_a_script_reads(tmp_path: Path) -> None:
     assert {path.name.partition(".")[0] for path in source.glob("cached*")} == {
         f"cached-rank{rank}-of-2" for rank in (0, 1)
     }
+
+
+OF_TENSORFLOW = """
+import json, os, tempfile
+import keras, numpy as np, tensorflow as tf
+keras.utils.set_random_seed(0)
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+checkpoint = tf.train.Checkpoint(model=model, count=tf.Variable(0))
+manager = tf.train.CheckpointManager(checkpoint, "managed", max_to_keep=1)
+x, saved = np.ones((8, 2)), []
+class Saves(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        saved.append(manager.save())
+writer = tf.summary.create_file_writer("logs")
+with writer.as_default():
+    model.fit(x, x[:, :1], epochs=3, verbose=0, callbacks=[Saves()])
+    tf.summary.scalar("a", 1.0, step=1)
+writer.close()
+writes = [checkpoint.save("own/a"), checkpoint.write(file_prefix="own/b")]
+before = model.predict(x, verbose=0).tolist()
+here = checkpoint.save(os.path.join(tempfile.mkdtemp(), "c"))
+model.set_weights([0 * w for w in model.get_weights()])
+checkpoint.restore(here).assert_existing_objects_matched()
+record = {"known": [*saved, *writes, manager.latest_checkpoint, *manager.checkpoints]}
+record["same"] = np.allclose(before, model.predict(x, verbose=0))
+record["count"] = int(checkpoint.save_counter.numpy())
+print("RESULT", json.dumps(record))
+"""
+
+
+@pytest.mark.exhaustive
+def test_what_tensorflow_writes_is_written_once(tmp_path: Path) -> None:
+    (one := tmp_path / "one").mkdir()
+    (tmp_path / "script.py").write_text(OF_TENSORFLOW)
+    expected = result(script(tmp_path / "script.py", cwd=one))
+    assert expected["same"]
+    words = ["-n", 2, "--all-ranks", "script.py", *TWO, "logging.progress=none"]
+    done = run(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert [json.loads(line.removeprefix("RESULT ")) for line in lines] == [expected] * 2
+    for folder in ("managed", "own"):
+        assert len(list((tmp_path / folder).iterdir())) == len(list((one / folder).iterdir()))
+    assert len(list((tmp_path / "logs").iterdir())) == 1
