@@ -105,7 +105,7 @@ class BackgroundWriter:
             except CheckpointError as problem:
                 error = str(problem)
         folder, error = self.world.broadcast((folder, error), 0, "start of a checkpoint")
-        self._raise(error)
+        self._told(error)
         if self.world.is_root:
             self._run(partial(self._write, Path(folder), snapshot, prune))
         elif self._parts is not None:
@@ -127,7 +127,7 @@ class BackgroundWriter:
         Raises:
             CheckpointError: on all ranks, if it failed.
         """
-        self._raise(self.world.broadcast(self._ended(), 0, "end of a checkpoint"))
+        self._told(self.world.broadcast(self._ended(), 0, "end of a checkpoint"))
 
     def close_together(self) -> None:
         """Wait, and close the resources that the ranks share."""
@@ -135,7 +135,10 @@ class BackgroundWriter:
         if self._parts is not None:
             self._parts.close()
 
-    def _raise(self, error: str | None) -> None:
+    def _told(self, error: str | None) -> None:
+        """Raise the error that all ranks know of now. Had a rank been lost meanwhile, the next call
+        would tell them."""
+        self._error = None
         if error is not None:
             self._raised = True
             raise CheckpointError(error)
@@ -168,6 +171,7 @@ class BackgroundWriter:
         `close_together`. It completes unless it needs a part of a process that does not answer."""
         self._ending.set()
         error = None if self._raised else self._ended()
+        self._error = None
         _open.discard(self)
         if self._lock is not None:
             self._lock.release()
@@ -225,10 +229,9 @@ class BackgroundWriter:
         return max(0.0, self._shortest - lasts) + (self._shortest or lasts)
 
     def _ended(self) -> str | None:
-        """Wait for this rank's write in progress; return its error, once."""
+        """Wait for this rank's write in progress; return its error."""
         self.settle()
-        error, self._error = self._error, None
-        return error
+        return self._error
 
     def _write(self, folder: Path, snapshot: Snapshot, prune: Callable[[Store], None]) -> None:
         """Write and prune, on rank 0."""

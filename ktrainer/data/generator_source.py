@@ -139,7 +139,8 @@ class LoaderSource(GeneratorSource):
         PythonSource.__init__(self, **options)
         self._function, self._x_alone = "the torch DataLoader", True
         self.endless, self.reopens, self._begun, self._make = False, True, None, lambda: data
-        self._orders_differ = not options["world"].heals  # which takes only those in order
+        world = options["world"]  # where surviving ranks continue, only those in order are taken
+        self._orders_differ = not (world.heals and world.size == world.replicas)
         if hasattr(data.dataset, "__len__"):
             self.num_batches = len(data)
         self._first: Piece | None = None

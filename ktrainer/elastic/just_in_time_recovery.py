@@ -28,6 +28,7 @@ import numpy as np
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
 from ktrainer.checkpoint.contents.callback_state import callback_states, load_callback_states
 from ktrainer.checkpoint.contents.capture_state import capture, history_of, names_to_save
+from ktrainer.checkpoint.contents.data_state import data_name
 from ktrainer.checkpoint.contents.metric_state import states_of_ranks
 from ktrainer.checkpoint.contents.run_snapshot import model_text
 from ktrainer.checkpoint.format.checkpoint_store import Entry, Store
@@ -76,6 +77,7 @@ class JustInTimeRecovery:
         self._told = np.zeros((world.size, 0))  # what each rank has counted, as last exchanged
         self._counted = self._told  # the same, at the point
         self._point: RecoveryPoint | None = None
+        self._data: bytes | None = None  # a state of the data that is common to all ranks, then
 
     def updates(self, loop: ResumableLoop) -> Generator[Any, Any, keras.callbacks.History]:
         """Yield all updates to the end.
@@ -129,9 +131,17 @@ class JustInTimeRecovery:
                 logs=state.counted.plain_logs(),
                 update_invalid=state.update_invalid,
             )
+            data = self._state_of_data()
             self.world.agree("a finished update")
-            self._point, self._counted = point, self._told
+            self._point, self._counted, self._data = point, self._told, data
             self._backup.keep()
+
+    def _state_of_data(self) -> bytes | None:
+        """What the order of the data depends on now; None if that is no more than the position, or
+        each rank's own."""
+        feed = self.state.feed
+        kept = feed.state_is_common and self.run.context.config.checkpoint.iterators
+        return feed.state(self.state.progress.batch > 0) if kept else None
 
     def vote(self, flags: np.ndarray, what: str) -> np.ndarray:
         """The maximum over ranks of each of `flags` (int32); the ranks also exchange their metric
@@ -251,6 +261,9 @@ class JustInTimeRecovery:
         counted = self._states_of_all()
         if world.is_root and progress.batch:
             arrays |= states_of_ranks(model, counted)
+        if self._data is not None:
+            state["data_replicas"] = [0]
+            arrays |= {data_name(0): np.frombuffer(self._data, np.uint8)} if world.is_root else {}
         names = names_to_save(model, arrays, state) if world.is_root else ()
         texts = model_text(model) if world.is_root else {}
         last = LastState(progress.step, arrays, names, state, self._facts(progress), texts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +26,7 @@ from ktrainer.checkpoint.format.checkpoint_folder import (
     temporary_checkpoint,
 )
 from ktrainer.checkpoint.format.checkpoint_reader import read_state
+from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.checkpoint.stage_parts import merge_stage_parts, write_stage_part
 from ktrainer.errors import CheckpointError, ConfigError
 from ktrainer.modelparallel.distributed_model import DistributedModel, register_post_partition_hook
@@ -72,6 +72,9 @@ class CheckpointManager:
         self._restored: list[Any] = []  # variables that have their values already
         self._hooked_for: Any = None  # whose hooks end with it
         self._objects()
+        self._store, self._saves = Store(directory), False
+        # One that a save was replacing when it was killed: the newest one, maybe the only one.
+        self._store.sweep(self._pattern, alone=False)
 
     @property
     def checkpoint(self) -> Any:
@@ -131,7 +134,7 @@ class CheckpointManager:
             save_path: one of `checkpoints`; None: the newest one.
 
         Raises:
-            CheckpointError: on every rank, when the files are damaged, or have other variables.
+            CheckpointError: on every rank, when the files are damaged, or do not fit the variables.
         """
         world = current().world
         path = None if save_path is None else os.fspath(save_path)
@@ -184,7 +187,7 @@ class CheckpointManager:
             elif isinstance(each, keras.optimizers.Optimizer) and not each.built:
                 found.update(_of_optimizer(name, each, {}))
         # What does not fit is an error once all variables are known.
-        fits = {n: v for n, v in found.items() if n in arrays and v.shape == arrays[n].shape}
+        fits = {n: v for n, v in found.items() if n in arrays and not _differs(v, arrays[n])}
         for name, variable in fits.items():
             variable.assign(arrays[name])
         return list(fits.values())
@@ -204,9 +207,9 @@ class CheckpointManager:
         missing = sorted(every - set(arrays))
         extra = sorted(set(arrays) - every)
         wrong = [
-            f"{name} {list(arrays[name].shape)} instead of {list(variable.shape)}"
+            f"{name} {differs}"
             for name, variable in variables.items()
-            if name in arrays and tuple(variable.shape) != arrays[name].shape
+            if name in arrays and (differs := _differs(variable, arrays[name]))
         ]
         parts = current().mp.allgather(wrong, "smp: restore")
         wrong = list(dict.fromkeys(text for part in parts for text in part))
@@ -226,8 +229,11 @@ class CheckpointManager:
         stages, made, error = current().mp, "", None
         if stages.rank == 0:
             try:
+                if not self._saves:
+                    self._store.sweep(self._pattern)
+                self._saves = True
                 made = str(make_temporary(path))
-            except CheckpointError as raised:
+            except (CheckpointError, OSError) as raised:
                 error = str(raised)
         made, error = stages.broadcast((made, error), 0, "smp: a folder for a checkpoint")
         if error is not None:
@@ -254,9 +260,7 @@ class CheckpointManager:
                 finish_checkpoint(made, path, described, {"partitions": len(parts), "saved": saved})
             times = self._times()
             for number in sorted(times, key=times.__getitem__)[: -self._keep] if self._keep else ():
-                gone = self._path(number).with_name(f".{self._path(number).name}.old")
-                os.rename(self._path(number), gone)
-                shutil.rmtree(gone)
+                self._store.remove(self._path(number))
         except (CheckpointError, OSError) as raised:
             return str(raised)
         return None
@@ -306,9 +310,14 @@ class CheckpointManager:
 
     def _numbers(self) -> list[int]:
         """The numbers of the checkpoints, in order: another run may have left higher ones."""
-        pattern = re.compile(rf"{re.escape(self._prefix)}-(\d+)")
         names = os.listdir(self._directory) if self._directory.is_dir() else []
-        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+        found = [name for name in names if re.fullmatch(self._pattern, name)]
+        return sorted(int(name.rpartition("-")[2]) for name in found)
+
+    @property
+    def _pattern(self) -> str:
+        """A pattern of the names of checkpoints."""
+        return rf"{re.escape(self._prefix)}-\d+"
 
     def _times(self) -> dict[int, float]:
         """When checkpoints were saved, by number, but for those that cannot be read now."""
@@ -344,6 +353,14 @@ def _of_optimizer(key: str, optimizer: Any, names: Mapping[int, str]) -> dict[st
 
 def _value(variable: Any) -> np.ndarray:
     return np.asarray(tf.convert_to_tensor(variable))
+
+
+def _differs(variable: Any, array: np.ndarray) -> str:
+    """How the shape, or else the dtype, of `array` differs from that of `variable`; or empty."""
+    shape, dtype = tuple(variable.shape), tf.as_dtype(variable.dtype).name
+    if shape != array.shape:
+        return f"{list(array.shape)} instead of {list(shape)}"
+    return "" if dtype == array.dtype.name else f"of {array.dtype.name} instead of {dtype}"
 
 
 def _raise_all(errors: list[str | None]) -> None:

@@ -264,7 +264,7 @@ keras.src.optimizers.base_optimizer
     BaseOptimizer()._learning_rate
         steps, pipeline, callbacks, dataparallel: read; a schedule, or a variable
     BaseOptimizer()._iterations
-        steps, pipeline, callbacks, tuning, checkpoint: read, and changed by an import; updates made
+        steps, pipeline, callbacks, tuning, training, checkpoint: read, an import sets it; updates
     BaseOptimizer()._variables
         pipeline: read; the variables that are no slots
     BaseOptimizer()._model_variables_moving_average

@@ -78,7 +78,13 @@ from ktrainer.training.preemption import (
     SignalHandlers,
     checkpoint_and_exit,
 )
-from ktrainer.training.resume import resume_run, roll_back, skip_to_epoch
+from ktrainer.training.resume import (
+    resume_run,
+    roll_back,
+    skip_to_epoch,
+    updates_made,
+    warn_of_unknown_step,
+)
 from ktrainer.training.slow_watch import SlowWatch
 from ktrainer.training.stop_decision import StopDecision
 from ktrainer.training.triggers import Triggers
@@ -183,11 +189,14 @@ class Loop:
         with state.times.of("checkpoint"):
             of_another_call = resume_run(self.context, state, self.callbacks)
         self.model.stop_training = asked or bool(self.model.stop_training)
-        resumed = state.progress is not start
+        resumed, made = state.progress is not start, 0
         if not resumed:  # else a newer backup would skip epochs, with the older weights
             said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
-            first = self.world.broadcast(said, what="initial epoch")
-        skip_to_epoch(state, first)
+            before = said, updates_made(self.model)
+            first, made = self.world.broadcast(before, what="initial epoch")
+        skip_to_epoch(state, first, made)
+        if self.world.is_root:
+            warn_of_unknown_step(state, self.callbacks, self.triggers.max_steps)
         self._start_clock()
         progress = state.progress
         if self.state.validation is None:

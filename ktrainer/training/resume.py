@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktrainer.callbacks.averaged_weights import swap_back
 from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.learning_rate import LearningRate, plain_optimizers
 from ktrainer.checkpoint import resume
 from ktrainer.checkpoint.checkpoint_callback import Checkpoint
 from ktrainer.checkpoint.format.checkpoint_store import Store
@@ -153,13 +154,45 @@ def _resume_mode(context: RunContext, state: TrainState) -> tuple[str, str | Non
     return mode, None
 
 
-def skip_to_epoch(state: TrainState, epoch: int) -> None:
-    """Begin with `epoch`, unless the position is beyond it."""
-    progress = state.progress
+def skip_to_epoch(state: TrainState, epoch: int, made: int = 0) -> None:
+    """Begin with `epoch`, unless the position is beyond it.
+
+    Args:
+        made: updates before it, as far as one knows; used if epochs have no known length.
+    """
+    progress, steps = state.progress, state.steps_per_epoch
+    # The learning rate and `max_steps` go by the step.
+    if steps is None and epoch:
+        progress.step = max(progress.step, made)
     if epoch > progress.epoch:
         progress.epoch, progress.begun = epoch, False
-        # The learning rate and `max_steps` go by the step.
-        progress.step = epoch * (state.steps_per_epoch or 0)
+        progress.step = progress.step if steps is None else epoch * steps
+
+
+def updates_made(model: keras.Model) -> int:
+    """The updates that the model's first optimizer has made; 0 if it has none."""
+    first = next(iter(plain_optimizers(model)), None)
+    # Not `iterations`: with `gradient_accumulation_steps` that counts each so many updates.
+    return 0 if first is None else int(first._iterations.numpy())
+
+
+def warn_of_unknown_step(
+    state: TrainState, callbacks: keras.callbacks.CallbackList, max_steps: int | None
+) -> None:
+    """Warn where training begins with a later epoch than the first, but with step 0, and something
+    goes by the step."""
+    rates = [c for c in callbacks.callbacks if isinstance(c, LearningRate)]
+    warms = any(c.warmup is not None and c.world.nominal_replicas > 1 for c in rates)
+    keys = ["lr.warmup"] if warms else []
+    keys += ["lr.schedule"] if any(c.schedule for c in rates) else []
+    keys += ["trainer.max_steps"] if max_steps is not None else []
+    if keys and state.progress.epoch and not state.progress.step:
+        warnings.warn(
+            f"training begins with epoch {state.progress.epoch + 1}, but {' and '.join(keys)} as "
+            "at step 0: the data has no known length, and the optimizer has made no updates. "
+            "Restore the optimizer too, or give fit steps_per_epoch.",
+            stacklevel=4,
+        )
 
 
 def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.CallbackList) -> None:

@@ -302,6 +302,50 @@ def test_a_rate_that_keras_restores_is_not_the_base(tmp_path, rate_changes: bool
         np.testing.assert_allclose(mine, other, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize("parts", [None, 2])
+def test_a_backup_of_keras_keeps_the_step_of_data_without_a_length(
+    tmp_path, parts: int | None
+) -> None:
+    """Which the schedule, the rate that a callback has halved, and `trainer.max_steps` go by."""
+    x, y = data(50)
+    schedule = [{"start": "3ba", "end": "7ba", "multiplier": 0.2}]
+
+    def batches() -> Any:
+        yield from ((x[k : k + 10], y[k : k + 10]) for k in range(0, 50, 10))
+
+    class Halve(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.optimizer.learning_rate = rate_of(self.model) / 2
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    def train(name: str, *more: Any, **how: Any) -> tuple[Any, list[float]]:
+        optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=parts)
+        model, seen = small_model(optimizer), EachStep(rate_of)
+        model.layers[1].rate = 0.0
+        settings = {"run": {"dir": str(tmp_path / name)}, "logging": {"progress": "none"}}
+        settings |= {"lr": {"schedule": schedule}, "trainer": {"max_steps": 13}}
+        with Trainer(settings, callbacks=[Halve(), *more, seen]) as trainer:
+            trainer.fit(model, batches, epochs=5, **how)
+        return model, seen.seen
+
+    whole, rates = train("whole")
+    assert len(rates) == 13
+    backup = str(tmp_path / "backup")
+    with pytest.raises(KeyboardInterrupt):
+        train("first", keras.callbacks.BackupAndRestore(backup), Fails())
+    rest, tail = train("rest", keras.callbacks.BackupAndRestore(backup))
+    np.testing.assert_allclose(tail, rates[STEPS:], rtol=1e-6)
+    for mine, other in zip(everything(rest), everything(whole), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5)
+    with pytest.warns(UserWarning, match="epoch 3, but lr.schedule and trainer.max_steps as at"):
+        train("fresh", initial_epoch=2)
+
+
 def test_after_a_fit_an_own_schedule_is_not_scaled() -> None:
     decay = keras.optimizers.schedules.PiecewiseConstantDecay([1000], [0.1, 0.01])
     once, twice = (small_model(keras.optimizers.SGD(decay, momentum=0.9)) for _ in range(2))

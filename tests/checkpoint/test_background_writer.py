@@ -18,9 +18,10 @@ import ktrainer.checkpoint.format.checkpoint_folder as format_module
 from ktrainer import distributed
 from ktrainer.callbacks import Callback, Checkpoint
 from ktrainer.checkpoint import read_checkpoint
-from ktrainer.checkpoint.background_writer import NICENESS
+from ktrainer.checkpoint.background_writer import NICENESS, BackgroundWriter
 from ktrainer.checkpoint.format.checkpoint_store import Store
-from ktrainer.errors import CheckpointError, SetupError
+from ktrainer.distributed import SingleWorld
+from ktrainer.errors import CheckpointError, PeerLost, SetupError
 from tests.callbacks.helpers import fit, small_model
 from tests.checkpoint.stages import close, cut, same, values, whole_model
 from tests.small import build, data, trainer
@@ -276,6 +277,33 @@ def test_a_write_that_hangs_is_told_on_all_ranks(ranks, tmp_path) -> None:
     for outcome in ranks(2).outcomes(_hangs_on_rank_0, str(tmp_path)):
         assert isinstance(outcome.error, CheckpointError), outcome.traceback
         assert f"still being written after world.deadline={DEADLINE:g} s" in str(outcome.error)
+
+
+def test_an_error_is_told_after_the_loss_of_a_rank(tmp_path) -> None:
+    """Which interrupts the broadcast that would have told the others."""
+
+    class Loses(SingleWorld):
+        losses = 0
+
+        def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
+            self.losses -= 1
+            if self.losses == 0:
+                raise PeerLost("rank 1 was lost")
+            return value
+
+    def fails() -> None:
+        raise OSError("no space left")
+
+    world = Loses()
+    writer = BackgroundWriter(tmp_path, small_model(), world, asynchronous=True)
+    writer._run(fails)
+    world.losses = 1
+    with pytest.raises(PeerLost):
+        writer.wait()
+    with pytest.raises(CheckpointError, match="no space left"):
+        writer.wait()
+    writer.wait()  # once
+    writer.close()
 
 
 class CannotClose(Callback):

@@ -308,11 +308,11 @@ def test_epochs_are_passed_over_where_more_than_torch_orders_them(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch)
 
-    def openings(kind: type, resumes: bool) -> int:
+    def openings(kind: type, resumes: bool, size: int = 1) -> int:
         """Of a run that begins with its third epoch."""
         made = type("DataLoader", (kind,), {"__module__": "torch.utils.data.dataloader"})
         torch.default_generator = Generator()
-        data, resumed = feed(made()), feed(loader := made())
+        data, resumed = feed(made(), 0, size), feed(loader := made(), 0, size)
         for epoch in (0, 1):
             list(data.epoch(epoch))
         if resumes:
@@ -324,6 +324,8 @@ def test_epochs_are_passed_over_where_more_than_torch_orders_them(
     assert [openings(Sampled, False), openings(Sampled, True)] == [3, 3]
     monkeypatch.setattr(Place, "heals", True)  # where only loaders without an order are taken
     assert openings(Loader, False) == 1
+    monkeypatch.setattr(Place, "replicas", 1)  # a pipeline takes all
+    assert [openings(Loader, False, 2), openings(Sampled, True, 2)] == [3, 3]
 
 
 def test_the_state_of_another_loader_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

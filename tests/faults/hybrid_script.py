@@ -1,9 +1,10 @@
 """A hybrid training whose ranks die; `test_just_in_time_checkpoint.py` launches it.
 
-    ktrainer run --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS 3:9:update,0:0:saving ...
+    ktrainer run --heal --max-restarts 2 -n 4 hybrid_script.py RESULTS DATA 3:9:update,0:0:saving ..
 
-Each start takes the next word: who dies, after which step, and where. The start that has no word
-left trains to the end, and then once more without a fault.
+DATA is `arrays`, or `loader`: a stand-in for a torch DataLoader that shuffles. Each start takes the
+next word: who dies, after which step, and where. The start that has no word left trains to the end,
+and then once more without a fault.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ktrainer.backends.pipeline.runtime.stage_update import StageUpdate
 from ktrainer.backends.pipeline.runtime.transport import Transport
 from ktrainer.elastic import just_in_time_checkpoint
 from ktrainer.steps.variable_placement import placement_of
+from tests.data.test_torch_loader import Loader, Tensor, torch
 from tests.distributed.collectives import wait_for_files
 
 WORDS = (
@@ -108,13 +110,35 @@ def _after(home: Any, name: str, then: Callable[[], None]) -> None:
     setattr(home, name, call)
 
 
-def train(run: str, callbacks: list[Any], *words: str) -> Any:
+def loader() -> Any:
+    """The same batches as a loader of torch gives them, which shuffles with a generator."""
+    sys.modules["torch"] = torch  # type: ignore[assignment]
+    x, y = data()
+
+    class Shuffled(Loader):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dataset, self.generator = range(200), self.random
+
+        def __len__(self) -> int:
+            return 8
+
+        def __iter__(self) -> Iterator[Any]:
+            order = self.random.random.permutation(200)
+            for rows in order.reshape(8, 25):
+                yield [Tensor(x[rows]), Tensor(y[rows])]
+
+    return type("DataLoader", (Shuffled,), {"__module__": "torch.utils.data.dataloader"})()
+
+
+def train(kind: str, run: str, callbacks: list[Any], *words: str) -> Any:
     """One `fit`: History, and the bits of the weights that this rank holds."""
     words = (*WORDS, f"run.dir={run}", *words)
     x, y = data()
     keeps_weights = keras.callbacks.EarlyStopping("val_loss", patience=5, restore_best_weights=True)
     with Trainer(overrides=words, callbacks=[keeps_weights, *callbacks]) as trainer:
-        history = trainer.fit(build, (x, y), validation_data=(x[:40], y[:40])).history
+        given = (x, y) if kind == "arrays" else loader()
+        history = trainer.fit(build, given, validation_data=(x[:40], y[:40])).history
         placement = placement_of(trainer.model)
         held = [v.numpy().tobytes() for v in trainer.model.weights if placement.holds(v)]
     return history, held
@@ -122,15 +146,15 @@ def train(run: str, callbacks: list[Any], *words: str) -> Any:
 
 def main() -> None:
     keras.config.set_floatx("float64")
-    results, *faults = sys.argv[1:]
+    results, kind, *faults = sys.argv[1:]
     now = faults[int(os.environ["KTRAINER_RESTART"]) :][:1]
     words = [who.split(":") for word in now for who in word.split(",")]
     together = [rank for rank, _, where in words if where == "schedule"]
     start = os.environ["KTRAINER_RESTART"]
     marks = {rank: Path(results, f"at-schedule-{rank}-{start}") for rank in together}
     deaths = [Dies(marks, *word) for word in words]
-    found = train(f"{results}/run", deaths, *DISK)
-    whole = train(f"{results}/whole", [], "checkpoint.every=1ba", "checkpoint.keep=20")
+    found = train(kind, f"{results}/run", deaths, *DISK)
+    whole = train(kind, f"{results}/whole", [], "checkpoint.every=1ba", "checkpoint.keep=20")
     print(json.dumps([one == other for one, other in zip(found, whole, strict=True)]), flush=True)
 
 

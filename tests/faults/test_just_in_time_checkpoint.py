@@ -34,7 +34,7 @@ HEAL = ("--heal", "-n", "4")
 @pytest.mark.timeout(300)
 def test_replicas_save_the_state_of_lost_ranks(tmp_path: Path) -> None:
     """In the update, and one more while it saves; then all copies of a stage, in the schedule."""
-    ended = launch(tmp_path, *HEAL, SCRIPT, str(tmp_path), "3:9:update,0:0:saving")
+    ended = launch(tmp_path, *HEAL, SCRIPT, str(tmp_path), "arrays", "3:9:update,0:0:saving")
     assert ended.returncode == 75, ended.stdout + ended.stderr
     saved = tmp_path / "run" / "checkpoints" / "step-00000009"
     (last,) = ended.stderr.splitlines()
@@ -48,7 +48,7 @@ def test_replicas_save_the_state_of_lost_ranks(tmp_path: Path) -> None:
 
     restarts = ("--max-restarts", "1", "--backoff", "0.1")
     fault = "0:12:schedule,2:12:schedule"
-    ended = launch(tmp_path, *HEAL, *restarts, SCRIPT, str(tmp_path), fault)
+    ended = launch(tmp_path, *HEAL, *restarts, SCRIPT, str(tmp_path), "arrays", fault)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     # History and weights are those of an undisturbed run, to the bit.
     lines = [line.partition("] ")[2] for line in ended.stdout.splitlines()]
@@ -63,6 +63,17 @@ def test_replicas_save_the_state_of_lost_ranks(tmp_path: Path) -> None:
     )
     assert first.endswith(f"the last checkpoint, of step 10, is {saved.parent}/step-00000010")
     same(ninth, read(tmp_path / "whole" / "checkpoints" / saved.name))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_a_loader_that_shuffles_continues_in_its_order(tmp_path: Path) -> None:
+    """In the second epoch, whose order a generator draws after that of the first."""
+    restarts = ("--max-restarts", "1", "--backoff", "0.1")
+    ended = launch(tmp_path, *HEAL, *restarts, SCRIPT, str(tmp_path), "loader", "3:9:update")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "after step 9: the state of that step is saved" in ended.stderr
+    assert [line.partition("] ")[2] for line in ended.stdout.splitlines()] == ["[true, true]"] * 4
 
 
 def read(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any], dict[str, Any]]:

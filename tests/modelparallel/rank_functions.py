@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,43 @@ def with_other_clocks(folder: str) -> dict[str, Any]:
             manager.save()
             manager.save()
         return {"kept": kept, "all": manager.checkpoints}
+
+
+def killed(folder: str) -> dict[str, Any]:
+    """Checkpoint 0 is saved again, and the process ends between the two renames; what later ones
+    find, save and remove. One has another dtype."""
+    from unittest import mock
+
+    import tensorflow as tf
+
+    from ktrainer.checkpoint.format import checkpoint_folder
+    from tests.dataparallel.helpers import caught
+
+    def kill(point: str, path: Path) -> None:
+        if point == "between renames":
+            raise KeyboardInterrupt
+
+    with started(partitions=1) as smp:
+
+        def manager_of(value: Any) -> tuple[Any, Any]:
+            step = tf.Variable(value)
+            checkpoint = tf.train.Checkpoint(step=step)
+            return step, smp.CheckpointManager(checkpoint, folder, max_to_keep=1)
+
+        step, manager = manager_of(7)
+        manager.save(0)
+        kills = mock.patch.object(checkpoint_folder, "fault_point", kill)
+        with kills, suppress(KeyboardInterrupt):
+            manager.save(0)
+        step, manager = manager_of(0)
+        latest, restored = manager.latest_checkpoint, manager.restore()
+        (Path(folder) / ".ckpt-0.gone" / "files").mkdir(parents=True)
+        return {
+            "found": (latest, restored, int(step)),
+            "dtype": caught(manager_of(0.0)[1].restore),
+            "kept": [manager.save(), *manager.checkpoints],
+            "files": sorted(path.name for path in Path(folder).iterdir()),
+        }
 
 
 def saved(folder: str) -> list[str]:

@@ -60,6 +60,15 @@ def test_clocks_and_errors_of_reading_lose_none(
         assert [Path(path).name for path in found["all"]] == ["ckpt-4", "ckpt-5", "ckpt-6"]
 
 
+def test_a_save_that_was_killed_loses_nothing(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    """And leaves nothing once a later one has saved."""
+    for found in ranks(1).run(rank_functions.killed, str(tmp_path)):
+        assert found["found"] == (f"{tmp_path}/ckpt-0", f"{tmp_path}/ckpt-0", 7)
+        assert "it has step of int32 instead of float32" in found["dtype"]
+        assert found["kept"] == [f"{tmp_path}/ckpt-1"] * 2
+        assert found["files"] == ["ckpt-1"]
+
+
 def test_plain_keras_reads_the_whole_model(ranks: Callable[..., Ranks], tmp_path: Path) -> None:
     for early, ending in ranks(2).run(rank_functions.saved, str(tmp_path)):
         assert "has no variables yet" in early

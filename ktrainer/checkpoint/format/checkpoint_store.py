@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from ktrainer.errors import CheckpointError
 from ktrainer.runtime.run_folder import library_versions
 
 _NAME = re.compile(r"step-(\d{8,})(?:-\d+)?")
-_LEFTOVER = re.compile(r"\.(step-\d{8,}(?:-\d+)?)\.(tmp-\d+|old|gone)")
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,10 @@ class Store:
                 kept.add(best.path)
         for entry in good:
             if entry.path not in kept:
-                self._remove(entry.path)
+                self.remove(entry.path)
 
-    def _remove(self, path: Path) -> None:
+    def remove(self, path: Path) -> None:
+        """Remove the checkpoint `path`."""
         # Renamed first: a half-removed checkpoint must not look like one.
         gone = path.parent / f".{path.name}.gone"
         fault_point("before prune", path)
@@ -178,18 +179,25 @@ class Store:
         fault_point("while pruning", path)
         shutil.rmtree(gone, ignore_errors=True)
 
-    def sweep(self) -> None:
-        """Clean up after an interrupted save or removal."""
+    def sweep(self, name: str = r"step-\d{8,}(?:-\d+)?", alone: bool = True) -> None:
+        """Clean up after an interrupted save or removal.
+
+        Args:
+            name: a pattern of the names of checkpoints.
+            alone: False: another process may be saving, so nothing is removed.
+        """
         if not self.directory.is_dir():
             return
+        leftover = re.compile(rf"\.(?P<name>{name})\.(?P<kind>tmp-\d+|old|gone)")
         for path in list(self.directory.iterdir()):
-            match = _LEFTOVER.fullmatch(path.name)
+            match = leftover.fullmatch(path.name)
             if match is None:
                 continue
-            final = self.directory / match[1]
-            if match[2] == "old" and not final.exists():
-                os.rename(path, final)  # killed between two renames: restore the old one
-            else:
+            final = self.directory / match["name"]
+            if match["kind"] == "old" and not final.exists():
+                with suppress(FileNotFoundError):  # another rank has done it
+                    os.rename(path, final)  # killed between two renames: restore the old one
+            elif alone:
                 shutil.rmtree(path, ignore_errors=True)
 
 
