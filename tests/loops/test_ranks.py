@@ -180,6 +180,32 @@ def test_variables_that_a_step_assigns_begin_with_those_of_rank_0(
         np.testing.assert_allclose(found, truth, rtol=1e-6)
 
 
+def padded(backend: str) -> float:
+    """Updates by batches that are padded to lengths of their own on each rank."""
+    import keras
+    import tensorflow as tf
+
+    with trainer(backend, data__batch="per_worker", world__deadline=20) as it:
+        lengths = [5, 5, 5, 7, 5, 5][it.world.rank :: it.world.size]
+        rows = tf.data.Dataset.from_tensor_slices(lengths).map(lambda length: tf.ones([length]))
+        weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.01)
+        optimizer.build([weight])
+
+        def step(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(x) * weight**2
+            optimizer.apply(tape.gradient(loss, [weight]), [weight])
+
+        for part in it.distribute(rows.padded_batch(2 // it.world.size)):
+            it.run(step, part)
+        return float(weight)
+
+
+def test_ranks_trace_batches_of_their_own_lengths(ranks: Callable[..., Any]) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(padded, "local")
+    np.testing.assert_allclose(ranks(2).run(padded, "data_parallel"), truth, rtol=1e-6)
+
+
 def clipped_steps(backend: str, **words: Any) -> list[str]:
     """What a step says that computes, and one that updates."""
     import keras
