@@ -147,6 +147,49 @@ def test_what_ranks_have_accumulated_is_not_overwritten(ranks: Callable[..., Any
     assert ranks(2).run(accumulated, "data_parallel") == [truth, truth]
 
 
+def accumulated_gradients(backend: str, kind: str) -> list[float]:
+    """The same of a tape's gradients; `kind` "at once": the last step of an update applies them,
+    where rank 1 has no rows; "keras": they are added up in a variable of Keras."""
+    import keras
+    import tensorflow as tf
+
+    with trainer(backend) as it:
+        weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+        total = keras.Variable(0.0, trainable=False) if kind == "keras" else tf.Variable(0.0)
+
+        def collect(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.cast(x, tf.float32)) * weight**2 / 9
+            total.assign_add(tape.gradient(loss, weight))
+
+        def update() -> None:
+            optimizer.apply([total.value if kind == "keras" else total / 2.0], [weight])
+            total.assign(0.0)
+
+        def collect_and_update(x: Any) -> None:
+            collect(x)
+            update()
+
+        found = []
+        for place, part in enumerate(it.distribute(tf.data.Dataset.range(1, 11).batch(3))):
+            ends = place % 2
+            it.run(collect_and_update if ends and kind == "at once" else collect, part)
+            if ends and kind == "keras":
+                it.run(update)
+            found.append(float(weight))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["at once"])
+def test_gradients_that_a_loop_adds_up_are_those_of_one_process(
+    ranks: Callable[..., Any], kind: str
+) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(accumulated_gradients, "local", kind)
+    for found in ranks(2).run(accumulated_gradients, "data_parallel", kind):
+        np.testing.assert_allclose(found, truth, rtol=1e-6)
+
+
 def assigned_before(backend: str) -> list[float]:
     """A weight that a step clips before the first update, and its average."""
     import keras
