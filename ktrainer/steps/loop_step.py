@@ -45,7 +45,7 @@ class LoopStep:
         function: the compiled step.
         applies: whether a trace of it has applied an optimizer.
         needs_equal: whether ranks must begin it with the same variables: it applies one, or assigns
-            to variables of TensorFlow that are left as each rank does.
+            to variables of TensorFlow, or adds up gradients, that are left as each rank does.
     """
 
     def __init__(

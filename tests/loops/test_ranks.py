@@ -181,7 +181,7 @@ def accumulated_gradients(backend: str, kind: str) -> list[float]:
         return found
 
 
-@pytest.mark.parametrize("kind", ["at once"])
+@pytest.mark.parametrize("kind", ["at once", "keras"])
 def test_gradients_that_a_loop_adds_up_are_those_of_one_process(
     ranks: Callable[..., Any], kind: str
 ) -> None:
