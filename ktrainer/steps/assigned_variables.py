@@ -53,6 +53,12 @@ _IN_PARTS = (
     "may set the same part differently. Add to it (scatter_add, scatter_nd_add, assign_add), "
     "assign the whole variable, or make it without an aggregation."
 )
+_UPDATED_BY_HAND = (
+    "a step updates {variable} by this rank's part of its gradient, without an optimizer, so the "
+    "weights of ranks would drift apart. Apply gradients by a Keras optimizer, which sums them "
+    "over ranks; or sum them first, by all_reduce('sum', gradients) of "
+    "tf.distribute.get_replica_context()."
+)
 
 
 class _Assigned(NamedTuple):
@@ -105,6 +111,8 @@ class AssignedVariables:
         name = original.__name__
 
         def assign(variable: Any, *args: Any, **named: Any) -> Any:
+            if not self._context.updating:
+                self._refuse_part(variable, *args, *named.values())
             if not self._context.updating and id(variable) not in self._others:
                 value = (args[0] if args else named.get("value")) if name == "assign" else None
                 self._note(variable, value)
@@ -113,6 +121,22 @@ class AssignedVariables:
             return original(variable, *args, **named)
 
         return assign
+
+    def _refuse_part(self, variable: tf.Variable, *values: Any) -> None:
+        """Refuse the update of a weight, by a part of its gradient, that is left as each rank does.
+
+        Raises:
+            ModelError: it is one.
+        """
+        context = self._context
+        sources = {id(_inner(source)) for _, source in context.part_gradients.values()}
+        if context.collectives is None or context.collectives.size == 1:
+            return
+        if id(variable) not in sources or id(variable) in self._found:
+            return
+        part = any(context.flow.changes(value) is not None for value in values)
+        if part and aggregation_of(variable) is None:
+            raise ModelError(_UPDATED_BY_HAND.format(variable=variable.name))
 
     def _note(self, variable: Any, value: Any) -> None:
         """Keep the value of a variable before its first assignment in the step.

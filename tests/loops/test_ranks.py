@@ -190,6 +190,55 @@ def test_gradients_that_a_loop_adds_up_are_those_of_one_process(
         np.testing.assert_allclose(found, truth, rtol=1e-6)
 
 
+def updated_by_hand(backend: str) -> tuple[list[float], list[str]]:
+    """Weights that steps update without an optimizer, by gradients that they have summed, and what
+    is said of others."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.errors import ModelError
+
+    with trainer(backend) as it:
+        weight, other, average = keras.Variable(1.0), tf.Variable(1.0), tf.Variable(0.0)
+        weights = [weight, other]
+
+        def gradients(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.cast(x, tf.float32)) * weight**2 * other / 9
+            return tape.gradient(loss, weights)
+
+        def summed(x: Any) -> None:
+            found = tf.distribute.get_replica_context().all_reduce("sum", gradients(x))
+            for each, gradient in zip(weights, found, strict=True):
+                each.assign_sub(0.1 * gradient)
+            average.assign(0.9 * average + 0.1 * weight)
+            other.assign(tf.clip_by_value(other, 0.1, 5.0))
+
+        def of_keras(x: Any) -> None:
+            weight.assign_sub(0.1 * gradients(x)[0])
+
+        def of_tensorflow(x: Any) -> None:
+            other.assign_add(delta=tf.sign(gradients(x)[1]))
+
+        said = []
+        for part in it.distribute(tf.data.Dataset.range(1, 7).batch(3)):
+            it.run(summed, part)
+            for step in (of_keras, of_tensorflow) if backend == "data_parallel" else ():
+                try:
+                    it.run(step, part)
+                except ModelError as error:
+                    said.append(str(error))
+        return [float(each) for each in (weight, other, average)], said
+
+
+def test_weights_that_a_step_updates_by_itself(ranks: Callable[..., Any]) -> None:
+    ((truth, _),) = ranks(1, ONE_PROCESS).run(updated_by_hand, "local")
+    for found, said in ranks(2).run(updated_by_hand, "data_parallel"):
+        assert len(said) == 4
+        assert all("Apply gradients by a Keras optimizer" in each for each in said)
+        np.testing.assert_allclose(found, truth, rtol=1e-6)
+
+
 def assigned_before(backend: str) -> list[float]:
     """A weight that a step clips before the first update, and its average."""
     import keras
