@@ -179,6 +179,31 @@ def test_sources_come_back_in_their_structure(ranks: Callable[..., Any]) -> None
         assert "distributed already" in twice
 
 
+def _penalties() -> list[str]:
+    """What is said of an outer tape that differentiates gradients, and of one that does not."""
+    import tensorflow as tf
+
+    with started() as hvd:
+        weight = tf.Variable(2.0)
+
+        def slope(factor: float) -> Any:
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    loss = weight**3
+                gradient = hvd.DistributedGradientTape(inner).gradient(loss, weight)
+                target = factor * tf.stop_gradient(gradient) * weight
+                target += 0.0 if factor else gradient**2
+            return outer.gradient(target, weight)
+
+        assert float(slope(1.0)) == float(tf.function(slope)(1.0)) == 12
+        return [caught(lambda: slope(0.0)), caught(lambda: tf.function(slope)(0.0))]
+
+
+def test_reduced_gradients_have_no_gradient(ranks: Callable[..., Any]) -> None:
+    for said in ranks(2).run(_penalties):
+        assert all("inner gradients, such as those of a penalty" in each for each in said)
+
+
 def _positions(more: int, distributed: bool) -> list[np.ndarray]:
     """Updates of a table of positions, of which each rank looks up `more` than the one before."""
     import keras
