@@ -177,7 +177,9 @@ class RankLoop(UserLoop):
         handles = {id(variable.handle): variable for variable in concrete.variables}
         used = [handles[id(t)] for t in concrete.captured_inputs if id(t) in handles]
         new = [v for v in used if v.ref() not in self._equal]
-        if self._heals and (not new or not applies):
+        if not new:
+            return  # a rank may trace alone, such as a batch that is padded to another length
+        if self._heals and not applies:
             return  # a rank that has joined traces alone
         if self._heals:
             raise ModelError(

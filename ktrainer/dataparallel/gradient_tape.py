@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record
 
 from ktrainer.dataparallel.gradients import make_reduction
 from ktrainer.dataparallel.keras_hooks import hook_optimizers
@@ -13,6 +14,12 @@ from ktrainer.dataparallel.options import Compression, ReduceOp
 from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.state import opened
 from ktrainer.errors import ModelError
+
+_SECOND = (
+    "gradients of a DistributedGradientTape are differentiated, and have no gradients once ranks "
+    "have reduced them. Take inner gradients, such as those of a penalty, by the plain tape: the "
+    "outer tape reduces what follows from them. Or stop them with tf.stop_gradient."
+)
 
 
 class DistributedGradientTape(tf.GradientTape):
@@ -100,12 +107,16 @@ class DistributedGradientTape(tf.GradientTape):
     ) -> Any:
         """The gradients of `target`, reduced over ranks, in the structure of `sources`.
 
-        A source without a gradient has None, on every rank alike.
+        A source without a gradient has None, on every rank alike. Another tape that differentiates
+        what is returned raises a ModelError.
         """
         found = super().gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
         # None is a leaf; IndexedSlices would be flattened further with `expand_composites`.
-        reduced = self._reduction(tf.nest.flatten(found), flat)
+        gradients = tf.nest.flatten(found)
+        reduced = self._reduction(gradients, flat)
+        if record.could_possibly_record():
+            reduced = [_constant(*pair) for pair in zip(gradients, reduced, strict=True)]
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def get_local_and_global_gradients(
@@ -140,6 +151,21 @@ def PartialDistributedGradientTape(
     for variable in local:
         tape.register_local_source(variable)
     return tape
+
+
+def _constant(gradient: Any, reduced: Any) -> Any:
+    """A reduced gradient, if it is dense, that says to a tape why it cannot be differentiated."""
+    if reduced is gradient or not isinstance(reduced, tf.Tensor):
+        return reduced
+
+    @tf.custom_gradient
+    def constant(_: tf.Tensor, value: tf.Tensor) -> Any:
+        def refuse(*_: Any) -> Any:
+            raise ModelError(_SECOND)
+
+        return tf.identity(value), refuse
+
+    return constant(tf.convert_to_tensor(gradient), reduced)
 
 
 def _state_of(tape: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.reductions import reduce_list
 from ktrainer.dataparallel.state import group_of
 from ktrainer.errors import ConfigError, ModelError
+from ktrainer.steps.embedding_gradients import CommonSlices, mark_common
 from ktrainer.steps.step_context import current_step, with_shape_of
 
 
@@ -64,6 +65,8 @@ class GradientReduction:
         shaped = [_shaped(found[k], variables[k]) for k in present]
         if self.sparse_as_dense:
             shaped = [tf.convert_to_tensor(gradient) for gradient in shaped]
+        elif self.op in (ReduceOp.SUM, ReduceOp.AVERAGE):
+            shaped = [_marked(gradient) for gradient in shaped]
         if not present:  # others may have some, and wait for this rank
             shaped = [tf.zeros([])]
         operation = self._operation(present, len(found))
@@ -71,7 +74,7 @@ class GradientReduction:
             group.gradients, shaped, self.op, operation, self.compression, self.bucket_mb
         )[: len(present)]
         for k, gradient in zip(present, reduced, strict=True):
-            found[k] = gradient
+            found[k] = _without_marks(gradient)
         return found
 
     def _operation(self, present: Sequence[int], count: int) -> str:
@@ -123,6 +126,44 @@ def make_reduction(
 def _shaped(gradient: Any, variable: Any) -> Any:
     """A gradient with the static shape of what it is of, which some have forgotten."""
     return with_shape_of(gradient, variable) if hasattr(variable, "shape") else gradient
+
+
+def _marked(gradient: Any) -> Any:
+    """The slices of rows looked up once a batch, such as positions, with one of index -1 added:
+    ranks may have different numbers of them, and may know so or not."""
+    slices = mark_common(gradient, None)
+    if not isinstance(slices, CommonSlices):
+        return gradient
+    values = tf.concat([slices.values, tf.zeros_like(slices.values[:1])], 0)
+    indices = tf.concat([slices.indices, tf.constant([-1], slices.indices.dtype)], 0)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _without_marks(gradient: Any) -> Any:
+    """Gathered slices without marks; where each rank has marked the same ones, their sums: Adam and
+    its like square each slice by itself."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+
+    def unmarked() -> tuple[tf.Tensor, tf.Tensor]:
+        own = gradient.indices >= 0
+        values = tf.boolean_mask(gradient.values, own)
+        indices = tf.boolean_mask(gradient.indices, own)
+        ranks, total = tf.size(own) - tf.size(indices), tf.size(indices)
+        count = total // ranks
+        repeated = tf.cast(tf.range(total) % tf.maximum(count, 1), indices.dtype)
+        same = (total == count * ranks) & tf.reduce_all(indices == repeated)
+        parts = tf.where(same, ranks, 1)
+        shape = tf.concat([[parts, total // parts], tf.shape(values)[1:]], 0)
+        return tf.reduce_sum(tf.reshape(values, shape), 0), indices[: total // parts]
+
+    values, indices = tf.cond(
+        tf.reduce_any(gradient.indices < 0),
+        unmarked,
+        lambda: (tf.identity(gradient.values), tf.identity(gradient.indices)),
+    )
+    values = tf.ensure_shape(values, [None, *gradient.values.shape[1:]])
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _refuse_in_trainer(operation: str) -> None:

@@ -168,7 +168,7 @@ def _exchanged(
 
 
 def _exchange_call(operation: str, array: np.ndarray, splits: np.ndarray, size: int) -> Call:
-    wrong = splits.sum() != len(array) or splits.min() < 0 or len(splits) != size
+    wrong = len(splits) != size or splits.sum() != len(array) or splits.min() < 0
     if wrong:  # the other ranks wait: they must hear of it
         return call_of(_wrong_splits(operation, splits, len(array), size), "refused")
     return call_of(operation, "exchange", (rows_spec(array), spec_of(splits)))

@@ -384,6 +384,8 @@ tensorflow.python.eager.backprop
     GradientTape.gradient(self, target, sources, output_gradients, unconnected_gradients)
         steps, tf_distribute: replaced; a vector is summed over all ranks; sharded variables
 tensorflow.python.eager.record
+    could_possibly_record()
+        dataparallel: called; whether another tape records the gradients of a tape
     record_operation(op_type, output_tensors, input_tensors, backward_function, forward_function)
         pipeline: called; the outputs of a cut model have their gradient, slices included
     stop_recording()

@@ -7,7 +7,8 @@ all that, by the `aggregation` of each variable, what one process would have ass
     mean    moving statistics: the average over ranks, weighted by their rows
 
 Variables of Keras that are not trained and declare none, as the statistics of BatchNormalization,
-are averaged if they are floats. All others are left as each rank has assigned them.
+are averaged if they are floats, unless a rank adds up its gradients in them. All others are left as
+each rank has assigned them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import tensorflow as tf
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
+from ktrainer.steps.gradient_flow import LOCAL
 from ktrainer.steps.step_context import StepContext, present_graph
 from ktrainer.steps.variable_assignments import (
     ADDING,
@@ -51,6 +53,12 @@ _IN_PARTS = (
     "may set the same part differently. Add to it (scatter_add, scatter_nd_add, assign_add), "
     "assign the whole variable, or make it without an aggregation."
 )
+_UPDATED_BY_HAND = (
+    "a step updates {variable} by this rank's part of its gradient, without an optimizer, so the "
+    "weights of ranks would drift apart. Apply gradients by a Keras optimizer, which sums them "
+    "over ranks; or sum them first, by all_reduce('sum', gradients) of "
+    "tf.distribute.get_replica_context()."
+)
 
 
 class _Assigned(NamedTuple):
@@ -67,7 +75,8 @@ class AssignedVariables:
         among: `id()` of the Keras variables that are noted; None: any, and those of TensorFlow.
 
     Attributes:
-        leaves: whether variables of TensorFlow are left as each rank has assigned them.
+        leaves: whether variables of TensorFlow, or sums of gradients, are left as each rank has
+            assigned them.
     """
 
     def __init__(self, context: StepContext, among: Collection[int] | None = None) -> None:
@@ -102,6 +111,8 @@ class AssignedVariables:
         name = original.__name__
 
         def assign(variable: Any, *args: Any, **named: Any) -> Any:
+            if not self._context.updating:
+                self._refuse_part(variable, *args, *named.values())
             if not self._context.updating and id(variable) not in self._others:
                 value = (args[0] if args else named.get("value")) if name == "assign" else None
                 self._note(variable, value)
@@ -110,6 +121,22 @@ class AssignedVariables:
             return original(variable, *args, **named)
 
         return assign
+
+    def _refuse_part(self, variable: tf.Variable, *values: Any) -> None:
+        """Refuse the update of a weight, by a part of its gradient, that is left as each rank does.
+
+        Raises:
+            ModelError: it is one.
+        """
+        context = self._context
+        sources = {id(_inner(source)) for _, source in context.part_gradients.values()}
+        if context.collectives is None or context.collectives.size == 1:
+            return
+        if id(variable) not in sources or id(variable) in self._found:
+            return
+        part = any(context.flow.changes(value) is not None for value in values)
+        if part and aggregation_of(variable) is None:
+            raise ModelError(_UPDATED_BY_HAND.format(variable=variable.name))
 
     def _note(self, variable: Any, value: Any) -> None:
         """Keep the value of a variable before its first assignment in the step.
@@ -120,12 +147,17 @@ class AssignedVariables:
         """
         if self._among is not None and id(variable) not in self._among:
             return
-        inner = variable._value if isinstance(variable, keras.Variable) else variable
+        inner = _inner(variable)
+        if id(inner) in self._others:
+            return
+        of_part = self._is_of_part(variable, value)
+        if of_part:
+            self._found.pop(id(inner), None)
         if id(inner) not in self._found:
-            kind = aggregation_of(variable)
+            kind = None if of_part else aggregation_of(variable)
             if kind is None:
                 self._others.add(id(inner))
-                self.leaves = self.leaves or inner is variable
+                self.leaves = self.leaves or of_part or inner is variable
                 return
             self._found[id(inner)] = _Assigned(inner, kind, self._value_of(inner))
         found = self._found[id(inner)]
@@ -142,6 +174,14 @@ class AssignedVariables:
             raise ModelError(_IN_BRANCH.format(variable=inner.name))
         self._found[id(inner)] = found._replace(before=constant.astype(inner.dtype.as_numpy_dtype))
 
+    def _is_of_part(self, variable: Any, value: Any) -> bool:
+        """Return whether a value is a sum of this rank's gradients, which an optimizer that applies
+        them sums over ranks, for a variable that declares no aggregation."""
+        if not isinstance(variable, keras.Variable) or variable.aggregation != "none":
+            return False
+        changes = self._context.flow.changes(value)
+        return changes is not None and not changes - {LOCAL}
+
     def _is_certain(self) -> bool:
         """Return whether the present part of the step always runs, once."""
         graph = present_graph()
@@ -155,6 +195,10 @@ class AssignedVariables:
         # The assignment may be in a branch or a loop of the step; the value is read ahead of it.
         with self._graph.as_default(), tf.control_dependencies(None):
             return tf.identity(variable)
+
+
+def _inner(variable: Any) -> tf.Variable:
+    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def over_all_ranks(

@@ -45,7 +45,7 @@ class LoopStep:
         function: the compiled step.
         applies: whether a trace of it has applied an optimizer.
         needs_equal: whether ranks must begin it with the same variables: it applies one, or assigns
-            to variables of TensorFlow that are left as each rank does.
+            to variables of TensorFlow, or adds up gradients, that are left as each rank does.
     """
 
     def __init__(
@@ -200,9 +200,13 @@ def _all_reduce(context: StepContext, original: Callable[..., Any]) -> Callable[
             return original(self, reduce_op, value, options)
         mean = str(getattr(reduce_op, "value", reduce_op)).upper() == "MEAN"
         size = self.num_replicas_in_sync if mean else 1
-        tensors = tf.nest.map_structure(tf.convert_to_tensor, value)
-        return tf.nest.map_structure(
-            lambda each: context.sum(each) / tf.cast(size, each.dtype), tensors
-        )
+
+        def reduced(each: Any) -> tf.Tensor:
+            total = context.sum(tf.convert_to_tensor(each))
+            if context.flow:
+                context.flow.end(total)
+            return total / tf.cast(size, total.dtype)
+
+        return tf.nest.map_structure(reduced, value)
 
     return all_reduce

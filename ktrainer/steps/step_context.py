@@ -33,6 +33,7 @@ from ktrainer.steps.powersgd import PowerSgd, Remainder
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_options import GradientHook
 from ktrainer.steps.update_guard import UpdateGuard, all_finite
+from ktrainer.steps.variable_assignments import depends_on_batch
 
 
 def present_graph() -> Any:
@@ -344,6 +345,8 @@ class StepContext(TracedContext):
             self.loss_of_all = loss[0] if loss else None
             return gradients
         weight = self.weight if self.gradient_weight is None else self.gradient_weight
+        if self.sums and self._weigh_those_of_batch(gradients):
+            weight = tf.ones([], tf.float64)
         own = self._weigh_local(gradients, variables, weight)
         present = [i for i, g in enumerate(gradients) if g is not None and i not in own]
         if own and loss and self.guard is not None and self.guard.finite:
@@ -389,6 +392,20 @@ class StepContext(TracedContext):
         """Positions of variables, in groups that are each reduced by themselves: the rounding of
         a sum depends on its place in a message."""
         return [list(range(len(variables)))]
+
+    def _weigh_those_of_batch(self, gradients: list[Any]) -> bool:
+        """If steps before have added up some of the gradients, which count also where a rank has no
+        rows in this one, weight the others in place. Return whether there are such gradients."""
+        of_batch = [
+            g is None or self.flow.changes(g) is not None or depends_on_batch(g, self.graph)
+            for g in gradients
+        ]
+        if all(of_batch):
+            return False
+        for i, gradient in enumerate(gradients):
+            if gradient is not None and of_batch[i]:
+                gradients[i] = weighted(gradient, self.weight)
+        return True
 
     def _weigh_local(
         self, gradients: list[Any], variables: list[Any], weight: tf.Tensor

@@ -144,20 +144,27 @@ def test_gradients_of_other_variables_are_never_added(ranks: Callable[..., Any])
 
 
 def _wrong_splits() -> list[str]:
+    import tensorflow as tf
+
     with started() as hvd:
         first = hvd.rank() == 0
         one = caught(lambda: hvd.alltoall(_ones(3), [1, 1 + (not first)]))
         every = caught(lambda: hvd.alltoall(_ones(3), [1, 1]))
         uneven = caught(lambda: hvd.alltoall(_ones(3)))
-        return [one, every, uneven, caught(lambda: hvd.allreduce(1.0))]
+        send = tf.function(lambda x, splits: hvd.alltoall(x, splits)[0])
+        send = send.get_concrete_function(*[tf.TensorSpec([None], t) for t in ("float32", "int32")])
+        given = (_ones(3), [1, 2]) if first else (_ones(0), [])
+        none = caught(lambda: send(given[0], tf.constant(given[1], tf.int32)))
+        return [one, every, uneven, none, caught(lambda: hvd.allreduce(1.0))]
 
 
 def test_splits_that_do_not_add_up_are_named_on_all_ranks(ranks: Callable[..., Any]) -> None:
-    for one, every, uneven, after in ranks(2).run(_wrong_splits):
+    for one, every, uneven, none, after in ranks(2).run(_wrong_splits):
         assert "DivergenceError" in one
         assert "splits [1, 1] do not add up to its 3 rows" in one
         assert "DataError" in every
         assert "DataError" in uneven
+        assert "splits [] do not add up to its 0 rows for 2 ranks" in none
         assert after == ""
 
 

@@ -179,6 +179,64 @@ def test_sources_come_back_in_their_structure(ranks: Callable[..., Any]) -> None
         assert "distributed already" in twice
 
 
+def _penalties() -> list[str]:
+    """What is said of an outer tape that differentiates gradients, and of one that does not."""
+    import tensorflow as tf
+
+    with started() as hvd:
+        weight = tf.Variable(2.0)
+
+        def slope(factor: float) -> Any:
+            with tf.GradientTape() as outer:
+                with tf.GradientTape() as inner:
+                    loss = weight**3
+                gradient = hvd.DistributedGradientTape(inner).gradient(loss, weight)
+                target = factor * tf.stop_gradient(gradient) * weight
+                target += 0.0 if factor else gradient**2
+            return outer.gradient(target, weight)
+
+        assert float(slope(1.0)) == float(tf.function(slope)(1.0)) == 12
+        return [caught(lambda: slope(0.0)), caught(lambda: tf.function(slope)(0.0))]
+
+
+def test_reduced_gradients_have_no_gradient(ranks: Callable[..., Any]) -> None:
+    for said in ranks(2).run(_penalties):
+        assert all("inner gradients, such as those of a penalty" in each for each in said)
+
+
+def _positions(more: int, distributed: bool) -> list[np.ndarray]:
+    """Updates of a table of positions, of which each rank looks up `more` than the one before."""
+    import keras
+    import tensorflow as tf
+
+    with started() as hvd:
+        table = keras.Variable(np.ones((6, 2)), dtype="float64")
+        optimizer = keras.optimizers.Adam(0.1)
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        lengths = [4 + more * hvd.rank()] if distributed else sorted({4, 4 + more})
+
+        @tf.function
+        def step(scale: Any) -> None:
+            with tf.GradientTape() as tape:
+                sums = [tf.reduce_sum(tf.gather(table.value, tf.range(n))) for n in lengths]
+                loss = scale * sum(sums) / len(lengths)
+            optimizer.apply([tape.gradient(loss, table.value)], [table])
+
+        for scale in (1.0, 0.1):
+            step(tf.constant(scale, tf.float64))
+        return [v.numpy() for v in [table, *optimizer.variables]]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_rows_looked_up_once_a_batch_are_summed(ranks: Callable[..., Any], more: int) -> None:
+    """As in one process, where ranks look up as many; else the rows of all are gathered."""
+    (truth,) = ranks(1).run(_positions, more, False)
+    for found in ranks(2).run(_positions, more, True):
+        for value, wanted in zip(found, truth, strict=True):
+            np.testing.assert_allclose(value, wanted, rtol=1e-6)
+
+
 def _aggregated(passes: int, average: bool, eager: bool) -> list[np.ndarray]:
     import tensorflow as tf
 

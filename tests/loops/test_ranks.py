@@ -147,6 +147,98 @@ def test_what_ranks_have_accumulated_is_not_overwritten(ranks: Callable[..., Any
     assert ranks(2).run(accumulated, "data_parallel") == [truth, truth]
 
 
+def accumulated_gradients(backend: str, kind: str) -> list[float]:
+    """The same of a tape's gradients; `kind` "at once": the last step of an update applies them,
+    where rank 1 has no rows; "keras": they are added up in a variable of Keras."""
+    import keras
+    import tensorflow as tf
+
+    with trainer(backend) as it:
+        weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.1)
+        optimizer.build([weight])
+        total = keras.Variable(0.0, trainable=False) if kind == "keras" else tf.Variable(0.0)
+
+        def collect(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.cast(x, tf.float32)) * weight**2 / 9
+            total.assign_add(tape.gradient(loss, weight))
+
+        def update() -> None:
+            optimizer.apply([total.value if kind == "keras" else total / 2.0], [weight])
+            total.assign(0.0)
+
+        def collect_and_update(x: Any) -> None:
+            collect(x)
+            update()
+
+        found = []
+        for place, part in enumerate(it.distribute(tf.data.Dataset.range(1, 11).batch(3))):
+            ends = place % 2
+            it.run(collect_and_update if ends and kind == "at once" else collect, part)
+            if ends and kind == "keras":
+                it.run(update)
+            found.append(float(weight))
+        return found
+
+
+@pytest.mark.parametrize("kind", ["at once", "keras"])
+def test_gradients_that_a_loop_adds_up_are_those_of_one_process(
+    ranks: Callable[..., Any], kind: str
+) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(accumulated_gradients, "local", kind)
+    for found in ranks(2).run(accumulated_gradients, "data_parallel", kind):
+        np.testing.assert_allclose(found, truth, rtol=1e-6)
+
+
+def updated_by_hand(backend: str) -> tuple[list[float], list[str]]:
+    """Weights that steps update without an optimizer, by gradients that they have summed, and what
+    is said of others."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer.errors import ModelError
+
+    with trainer(backend) as it:
+        weight, other, average = keras.Variable(1.0), tf.Variable(1.0), tf.Variable(0.0)
+        weights = [weight, other]
+
+        def gradients(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(tf.cast(x, tf.float32)) * weight**2 * other / 9
+            return tape.gradient(loss, weights)
+
+        def summed(x: Any) -> None:
+            found = tf.distribute.get_replica_context().all_reduce("sum", gradients(x))
+            for each, gradient in zip(weights, found, strict=True):
+                each.assign_sub(0.1 * gradient)
+            average.assign(0.9 * average + 0.1 * weight)
+            other.assign(tf.clip_by_value(other, 0.1, 5.0))
+
+        def of_keras(x: Any) -> None:
+            weight.assign_sub(0.1 * gradients(x)[0])
+
+        def of_tensorflow(x: Any) -> None:
+            other.assign_add(delta=tf.sign(gradients(x)[1]))
+
+        said = []
+        for part in it.distribute(tf.data.Dataset.range(1, 7).batch(3)):
+            it.run(summed, part)
+            for step in (of_keras, of_tensorflow) if backend == "data_parallel" else ():
+                try:
+                    it.run(step, part)
+                except ModelError as error:
+                    said.append(str(error))
+        return [float(each) for each in (weight, other, average)], said
+
+
+def test_weights_that_a_step_updates_by_itself(ranks: Callable[..., Any]) -> None:
+    ((truth, _),) = ranks(1, ONE_PROCESS).run(updated_by_hand, "local")
+    for found, said in ranks(2).run(updated_by_hand, "data_parallel"):
+        assert len(said) == 4
+        assert all("Apply gradients by a Keras optimizer" in each for each in said)
+        np.testing.assert_allclose(found, truth, rtol=1e-6)
+
+
 def assigned_before(backend: str) -> list[float]:
     """A weight that a step clips before the first update, and its average."""
     import keras
@@ -178,6 +270,32 @@ def test_variables_that_a_step_assigns_begin_with_those_of_rank_0(
     (truth,) = ranks(1, ONE_PROCESS).run(assigned_before, "local")
     for found in ranks(2).run(assigned_before, "data_parallel"):
         np.testing.assert_allclose(found, truth, rtol=1e-6)
+
+
+def padded(backend: str) -> float:
+    """Updates by batches that are padded to lengths of their own on each rank."""
+    import keras
+    import tensorflow as tf
+
+    with trainer(backend, data__batch="per_worker", world__deadline=20) as it:
+        lengths = [5, 5, 5, 7, 5, 5][it.world.rank :: it.world.size]
+        rows = tf.data.Dataset.from_tensor_slices(lengths).map(lambda length: tf.ones([length]))
+        weight, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.01)
+        optimizer.build([weight])
+
+        def step(x: Any) -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(x) * weight**2
+            optimizer.apply(tape.gradient(loss, [weight]), [weight])
+
+        for part in it.distribute(rows.padded_batch(2 // it.world.size)):
+            it.run(step, part)
+        return float(weight)
+
+
+def test_ranks_trace_batches_of_their_own_lengths(ranks: Callable[..., Any]) -> None:
+    (truth,) = ranks(1, ONE_PROCESS).run(padded, "local")
+    np.testing.assert_allclose(ranks(2).run(padded, "data_parallel"), truth, rtol=1e-6)
 
 
 def clipped_steps(backend: str, **words: Any) -> list[str]:
