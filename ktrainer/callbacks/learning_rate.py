@@ -150,10 +150,11 @@ class LearningRate(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)
-        self._look = True  # also where the rate stays
+        self._look = True
         self._take_restored()
+        # A resume inside an epoch goes on with the rate that it has.
         if not self.progress.batch and not self.progress.begun:
-            self.set_base()  # of an epoch that has begun before the rate stays as it is
+            self.set_base()
 
     def set_base(self) -> None:
         """Let other callbacks find the base rate, and set it, until the next step begins."""
@@ -173,7 +174,9 @@ class LearningRate(Callback):
             present = _present(optimizer)
             if present != rate.set_to:
                 last = self.factor(max(0, self.progress.step - 1))
-                if last and not math.isclose(present / last, rate.base, rel_tol=1e-6):
+                # Of a backup inside an epoch, which begins again, it was that of a later update.
+                known = self.progress.step == int(optimizer._iterations.numpy())
+                if known and last and not math.isclose(present / last, rate.base, rel_tol=1e-6):
                     rate.base = present / last  # others had changed it
                 rate.factor = rate.momentum = present / rate.base
                 rate.set_to = present

@@ -95,7 +95,7 @@ class Audit(Callback):
         Args:
             local: `id()` of the variables of local layers, whose values are each rank's own.
         """
-        own = ((n, v) for n, v in attribute_variables(self.model) if not v.of_generator)
+        own = ((n, v) for n, v in attribute_variables(self.model, False) if not v.of_generator)
         found = [(name.removeprefix(ATTRIBUTE), view_of(v.variable)) for name, v in own]
         if self._looks_at_arrays and not self.model.run_eagerly:
             found += layer_arrays(self.model)

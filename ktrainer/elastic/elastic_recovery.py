@@ -263,7 +263,7 @@ class ElasticRecovery:
     def _broadcast_attributes(self, donor: int, lags: bool) -> None:
         """Give a rank that lags the donor's `attribute_variables`. The other ranks keep theirs,
         and each rank its random generators."""
-        named = {n: v for n, v in attribute_variables(self.model) if not v.of_generator}
+        named = {n: v for n, v in attribute_variables(self.model, False) if not v.of_generator}
         values = {name: variable.numpy() for name, variable in named.items()}
         received = self.world.broadcast(values, donor, "attributes of the furthest rank")
         if lags:

@@ -13,6 +13,7 @@ each rank has assigned them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ import tensorflow as tf
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import replaced_in
 from ktrainer.steps.assertions import assert_in_graph, assert_some_rows
-from ktrainer.steps.gradient_flow import LOCAL
+from ktrainer.steps.gradient_flow import LOCAL, reference
 from ktrainer.steps.step_context import StepContext, present_graph
 from ktrainer.steps.variable_assignments import (
     ADDING,
@@ -61,6 +62,13 @@ _UPDATED_BY_HAND = (
 )
 
 
+_MOVED_AND_BACK = (
+    "a step moves {variable} by this rank's part of its gradient, and back, as sharpness-aware "
+    "minimization does: training is not that of one process. Sum gradients first, by "
+    "all_reduce('sum', gradients) of tf.distribute.get_replica_context()."
+)
+
+
 class _Assigned(NamedTuple):
     variable: tf.Variable
     kind: str
@@ -84,6 +92,7 @@ class AssignedVariables:
         self._graph = present_graph()
         self._found: dict[int, _Assigned] = {}
         self._others: set[int] = set()
+        self._moves: dict[int, tuple[tf.Variable, dict[Any, int]]] = {}  # by what, how often
         self.leaves = False
 
     @contextmanager
@@ -95,7 +104,12 @@ class AssignedVariables:
             yield
 
     def reduce(self) -> None:
-        """Give the noted variables their values over all ranks, in one collective."""
+        """Give the noted variables their values over all ranks, in one collective.
+
+        Raises:
+            ModelError: the step has moved a weight by a part of its gradient, and not back.
+        """
+        self._check_moves()
         if self._context.collectives is None or not self._found:
             return
         found = list(self._found.values())
@@ -112,7 +126,7 @@ class AssignedVariables:
 
         def assign(variable: Any, *args: Any, **named: Any) -> Any:
             if not self._context.updating:
-                self._refuse_part(variable, *args, *named.values())
+                self._note_move(variable, name, *args, *named.values())
             if not self._context.updating and id(variable) not in self._others:
                 value = (args[0] if args else named.get("value")) if name == "assign" else None
                 self._note(variable, value)
@@ -122,21 +136,35 @@ class AssignedVariables:
 
         return assign
 
-    def _refuse_part(self, variable: tf.Variable, *values: Any) -> None:
-        """Refuse the update of a weight, by a part of its gradient, that is left as each rank does.
+    def _note_move(self, variable: tf.Variable, name: str, *values: Any) -> None:
+        """Note that a weight, which ranks do not keep equal, is moved by a part of its gradient, or
+        back."""
+        context = self._context
+        several = context.collectives is not None and context.collectives.size > 1
+        if not several or self._among is not None or id(variable) in self._found:
+            return
+        sources = {id(_inner(source)) for _, source in context.part_gradients.values()}
+        if id(variable) not in sources or aggregation_of(variable) is not None:
+            return
+        value = next(filter(tf.is_tensor, values), None)
+        _, moves = self._moves.setdefault(id(variable), (variable, {}))
+        times, by = _move(variable, name, value)
+        if times == 0:
+            moves.clear()  # it has another value from here on
+        if context.flow.changes(value) is not None:
+            moves[by] = moves.get(by, 0) + (times or 1)
+
+    def _check_moves(self) -> None:
+        """Refuse weights that a step has moved by a part of their gradients, and not back.
 
         Raises:
-            ModelError: it is one.
+            ModelError: there is one.
         """
-        context = self._context
-        sources = {id(_inner(source)) for _, source in context.part_gradients.values()}
-        if context.collectives is None or context.collectives.size == 1:
-            return
-        if id(variable) not in sources or id(variable) in self._found:
-            return
-        part = any(context.flow.changes(value) is not None for value in values)
-        if part and aggregation_of(variable) is None:
-            raise ModelError(_UPDATED_BY_HAND.format(variable=variable.name))
+        for variable, moves in self._moves.values():
+            if any(moves.values()):
+                raise ModelError(_UPDATED_BY_HAND.format(variable=variable.name))
+            if moves:
+                warnings.warn(_MOVED_AND_BACK.format(variable=variable.name), stacklevel=2)
 
     def _note(self, variable: Any, value: Any) -> None:
         """Keep the value of a variable before its first assignment in the step.
@@ -195,6 +223,19 @@ class AssignedVariables:
         # The assignment may be in a branch or a loop of the step; the value is read ahead of it.
         with self._graph.as_default(), tf.control_dependencies(None):
             return tf.identity(variable)
+
+
+def _move(variable: tf.Variable, name: str, value: Any) -> tuple[int, Any]:
+    """How often an assignment adds a tensor to a variable, and the tensor's reference; 0 times: it
+    assigns the tensor."""
+    if name in ("assign_add", "assign_sub"):
+        return (1 if name == "assign_add" else -1), reference(value)
+    operation = value.op if tf.is_symbolic_tensor(value) else None
+    if operation is not None and operation.type in ("AddV2", "Sub"):
+        before, by = operation.inputs
+        if is_added_to(variable, before):
+            return (1 if operation.type == "AddV2" else -1), reference(by)
+    return 0, reference(value)
 
 
 def _inner(variable: Any) -> tf.Variable:

@@ -29,6 +29,7 @@ from ktrainer.steps.gradient_flow import LOCAL, reference
 from ktrainer.steps.reduce_gradients import reduce_gradients
 from ktrainer.steps.step_context import StepContext, present_graph, with_shape_of
 
+IN_LOOP = "that of a loop"  # in place of the graph of a step
 _INSTEAD = "Use the optimizer's {}, or trainer.clip, which act on the sum"
 
 
@@ -49,7 +50,7 @@ def inside_of_loop(context: StepContext, original: Callable[..., Any]) -> Any:
     """Loops that TensorFlow may trace in the graph of the step, or run eagerly."""
 
     def loop(*args: Any, **named: Any) -> Any:
-        graph, context.graph = context.graph, "that of a loop"
+        graph, context.graph = context.graph, IN_LOOP
         try:
             return original(*args, **named)
         finally:

@@ -14,7 +14,7 @@ puts them back:
 | `metrics.Mean.update_state` | a scalar counts with the part's weight |
 | `nn._compute_moments_sync`, `BatchNormalization._moments` | synchronized statistics |
 | `SeedGenerator.next` | ranks draw different random numbers from equal generator states |
-| `random.normal`, `random.dropout` and others | but not those of a shape that is no example's |
+| `random.normal`, `random.dropout` and others | draws without a batch axis are alike on all ranks |
 | `gen_random_ops.random_uniform` and others | so does `tf.random`, in a shape of examples |
 | `Variable._direct_assign` | to learn which statistics a step moved |
 | `optimizer.apply` | gradients are reduced first of all, then hooked and clipped |

@@ -9,6 +9,7 @@ that runs eagerly leaves no trace of such computation, and has only the results 
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,7 @@ class LoggedResults:
         self.sources: dict[LogPath, LogSource | None] = {}
         self._returned: dict[int, tuple[Any, Any]] = {}  # a result, which keeps its id, and whose
         self._updated: set[int] = set()
+        self._updated_here: set[tuple[int, int]] = set()  # by the thread of a replica
         self._partial: set[int] = set()  # results of metrics that the step had updated before
 
     @contextmanager
@@ -81,6 +83,7 @@ class LoggedResults:
         """Remember what metrics return meanwhile; a step is traced inside, in any thread."""
         self._returned.clear()
         self._updated.clear()
+        self._updated_here.clear()
         self._partial.clear()
         with Replacements() as replacing:
             for metric in leaf_metrics(self._model):
@@ -115,8 +118,8 @@ class LoggedResults:
         return noted
 
     def _warn_of_gradients(self, gradients: Iterable[Any], one_process: bool) -> None:
-        """Warn of gradients that depend on results of metrics that have not counted all rows: in
-        one process they have, until the step updates them."""
+        """Warn of gradients that depend on metrics' results that lack the rows of other ranks or
+        replicas. In one process these are the results of metrics that the step has updated."""
         local = {
             k: metric
             for k, (_, metric) in self._returned.items()
@@ -170,7 +173,7 @@ class LoggedResults:
                 value = tf.identity(value.value)
             if tf.is_tensor(value):
                 self._returned[id(value)] = value, metric
-                if id(metric) in self._updated:
+                if (threading.get_ident(), id(metric)) in self._updated_here:
                     self._partial.add(id(value))
             return value
 
@@ -181,6 +184,7 @@ class LoggedResults:
 
         def update_state(*args: Any, **kwargs: Any) -> Any:
             self._updated.add(id(metric))
+            self._updated_here.add((threading.get_ident(), id(metric)))
             return original(*args, **kwargs)
 
         return update_state

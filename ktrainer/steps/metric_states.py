@@ -108,11 +108,10 @@ def warn_of_unlisted(model: keras.Model, assigned: Collection[int]) -> None:
     Args:
         assigned: `id()` of the variables that the step has assigned.
     """
-    listed = {id(metric) for metric in model.metrics}
+    listed = {id(variable) for variable in model.metrics_variables}
     for layer in model._flatten_layers(include_self=True, recursive=True):
         for metric in layer._metrics:
-            counts = any(id(v) in assigned for v in metric.variables)
-            if counts and id(metric) not in listed:
+            if any(id(v) in assigned and id(v) not in listed for v in metric.variables):
                 kind = type(model).__name__
                 warnings.warn(
                     f"a step counts in the metric {metric.name!r} of {layer.name}, which the "

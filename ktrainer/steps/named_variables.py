@@ -121,7 +121,7 @@ def all_variables(model: Any) -> list[tuple[str, Any]]:
     return list(zip(unique_names(names), variables, strict=True))
 
 
-def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
+def attribute_variables(model: Any, metrics: bool = True) -> list[tuple[str, StateVariable]]:
     """(unique name, variable) of each `tf.Variable`, and of the state of each
     `tf.random.Generator`, that a layer of `model`, its loss or an optimizer has as an attribute, or
     in a list, dict or `tf.Module` there; also Keras' variables and seeds of a loss, of a schedule,
@@ -130,11 +130,17 @@ def attribute_variables(model: Any) -> list[tuple[str, StateVariable]]:
 
     None of a model that is cut into stages, where only the stage of a layer has its values, nor
     variables that have a value for each replica.
+
+    Args:
+        metrics: whether those of metrics count, which differ between ranks.
     """
     if placement_of(model) is not None:
         return []
     known = [*model.variables, *model.metrics_variables]
     known += [v for optimizer in optimizers_of(model) for v in optimizer.variables]
+    if not metrics:
+        layers = model._flatten_layers(include_self=True, recursive=True)
+        known += [v for layer in layers for m in layer._metrics for v in m.variables]
     seen = {id(inner_variable(v)) for v in known}
     found = []
     for layer, name in named_layers(model):

@@ -15,6 +15,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import random_seed
 
+from ktrainer.steps.clipped_gradients import IN_LOOP
 from ktrainer.steps.step_context import StepContext
 
 _RANK_STRIDE = 0x9E3779B1 - 2**32  # odd, so that all ranks' seeds differ modulo 2**32
@@ -31,13 +32,12 @@ def next_seed(context: StepContext, original: Callable[..., Any]) -> Any:
 
     def next_of_rank(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
-        if context.draws_for_batch:
-            return seed
         stage = context.stage if id(self.state) in context.shared_seeds else 0
-        if isinstance(context.rank, int) and context.rank == 0 and not stage:
+        rank = 0 if context.draws_for_batch else context.rank
+        if isinstance(rank, int) and rank == 0 and not stage:
             return seed
         # int32 products are those modulo 2**32, for a rank that is a tensor too.
-        offset = tf.cast(context.rank, tf.int32) * tf.constant(_RANK_STRIDE, tf.int32)
+        offset = tf.cast(rank, tf.int32) * tf.constant(_RANK_STRIDE, tf.int32)
         # Keras takes seeds modulo 2**31 - 2.
         of_stage = stage * _STAGE_STRIDE % (2**31 - 2)
         return seed + tf.cast(tf.stack([offset, of_stage]), seed.dtype)
@@ -74,23 +74,36 @@ def keras_draw_of_shape(context: StepContext, original: Callable[..., Any]) -> A
 
 
 def keras_draw_for_rows(context: StepContext, original: Callable[..., Any]) -> Any:
-    """`keras.random.categorical`, which draws for each row of its input."""
-    return _keras_draw(context, original, lambda logits, *_, **__: _sizes_of(logits)[:1])
+    """`keras.random.categorical`, which draws a number of classes for each row of its input."""
+
+    def sizes(logits: Any, num_samples: Any, *_: Any, **__: Any) -> list[int | None]:
+        return [*_sizes_of(logits)[:1], *_sizes([num_samples])]
+
+    return _keras_draw(context, original, sizes)
 
 
 def keras_shuffle(context: StepContext, original: Callable[..., Any]) -> Any:
     """`keras.random.shuffle`, which draws an order of one axis."""
-    return _keras_draw(context, original, lambda x, axis=0, **__: _sizes_of(x)[axis:][:1] or [None])
+
+    def size(x: Any, axis: int = 0, *_: Any, **__: Any) -> list[int | None]:
+        return _sizes_of(x)[axis:][:1] or [None]
+
+    return _keras_draw(context, original, size)
 
 
 def keras_dropout(context: StepContext, original: Callable[..., Any]) -> Any:
     """`keras.random.dropout`, which draws for each element of its input, or of its noise shape."""
 
-    def sizes(inputs: Any, rate: Any, noise_shape: Any = None, **_: Any) -> list[int | None]:
+    def sizes(
+        inputs: Any, rate: Any, noise_shape: Any = None, *_: Any, **__: Any
+    ) -> list[int | None]:
         own = _sizes_of(inputs)
-        if noise_shape is None or own == [None]:
+        if noise_shape is None:
             return own
-        return [a if b is None else b for a, b in zip(own, _sizes(noise_shape), strict=True)]
+        given = _sizes(noise_shape)
+        if len(given) != len(own):
+            return given
+        return [a if b is None else b for a, b in zip(own, given, strict=True)]
 
     return _keras_draw(context, original, sizes)
 
@@ -105,6 +118,7 @@ def _keras_draw(
         rows = context.rows if context.rows is not None else context.rows_of_draws
         whole = tf.get_static_value(rows) if rows is not None else None
         may_be = any(n is None or (whole and n % whole == 0) for n in sizes(*args, **named))
+        may_be = may_be or context.graph == IN_LOOP  # perhaps of single examples
         before = context.draws_for_batch
         context.draws_for_batch = not may_be and not context.predicts
         try:
@@ -125,7 +139,8 @@ def _sizes(shape: Any) -> list[int | None]:
 
 
 def _sizes_of(tensor: Any) -> list[int | None]:
-    return _sizes(tf.TensorShape(tensor.shape))
+    shape = getattr(tensor, "shape", None)
+    return _sizes(tf.TensorShape(tf.convert_to_tensor(tensor).shape if shape is None else shape))
 
 
 def _draw(

@@ -91,7 +91,9 @@ def warn_of_weight(context: StepContext, variable: Any, value: Any) -> None:
     """Warn of a weight that a step of `fit` sets to what it computes from its part of the rows, as
     for the second gradient of sharpness-aware minimization."""
     several = context.collectives is not None or context.capture
-    if several and not context.sums and depends_on_batch(value, context.graph):
+    if context.sums or context.gathered or id(variable) in context.local:
+        return
+    if several and depends_on_batch(value, context.graph):
         warnings.warn(
             f"a step assigns to the weight {variable.path} what it computes from its rows, of "
             "which each rank, replica or accumulated batch has a part: training is not that of one "
@@ -117,7 +119,7 @@ def warn_of_statistic(context: StepContext, variable: Any, value: Any) -> None:
                 f"a layer or step adds to the integer {variable.path} what it computes from its "
                 "rows, of which each rank or replica has a part: its value is that of one part"
             )
-    elif (what := not_averaged(variable._value, value)) is not None:
+    elif (what := not_averaged(variable._value, value, context.graph)) is not None:
         text = (
             f"a layer or step sets {variable.path} to {what}, and ranks or replicas, which have a "
             "part of the rows each, average it. Let it use the rows of all of them, as "

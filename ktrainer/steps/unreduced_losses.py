@@ -44,14 +44,16 @@ def gradient_of_sums(context: StepContext, original: Callable[..., Any]) -> Any:
         # An inner gradient, with respect to inputs, is no gradient of the update's loss; nor is
         # what TensorFlow differentiates itself, as a layer that is recomputed does.
         of_loss = _is_of_weights(sources) and not _called_by_tensorflow()
+        targets, scaled = tf.nest.flatten(target), output_gradients
         if of_loss:
-            output_gradients = _scaled(context, tf.nest.flatten(target), output_gradients)
-        found = original(self, target, sources, output_gradients, unconnected_gradients)
+            scaled = _scaled(context, targets, output_gradients)
+        found = original(self, target, sources, scaled, unconnected_gradients)
         if of_loss:
             note_gradients(context, sources, found)
-        for each in filter(tf.is_tensor, tf.nest.flatten(found)):
-            context.upstream.note(each, local=False)
-        context.differentiated_by |= {reference(s) for s in tf.nest.flatten(sources)}
+        if of_loss or not _unscaled(context, targets, output_gradients):
+            for each in filter(tf.is_tensor, tf.nest.flatten(found)):
+                context.upstream.note(each, local=False)
+            context.differentiated_by |= {reference(s) for s in tf.nest.flatten(sources)}
         return found
 
     return gradient
@@ -59,21 +61,31 @@ def gradient_of_sums(context: StepContext, original: Callable[..., Any]) -> Any:
 
 def _scaled(context: StepContext, targets: list[Any], given: Any) -> Any:
     """The upstream gradient of each target: that of a sum over examples, as a mean."""
-    sums = [tf.is_tensor(t) and context.is_over_examples(t) for t in targets]
-    if not any(sums):
+    places = _unscaled(context, targets, given)
+    if not places:
         return given
     # All have one then: TensorFlow takes None for all of them, or for none.
     upstream = [tf.ones_like(t) for t in targets] if given is None else tf.nest.flatten(given)
     for i, target in enumerate(targets):
-        if sums[i] and (given is None or not _is_of_tape(context, target, upstream[i])):
+        if i in places:
             scale = tf.cast(_scale(context, target), target.dtype)
             upstream[i] = tf.math.multiply_no_nan(tf.convert_to_tensor(upstream[i]), scale)
     return upstream
 
 
+def _unscaled(context: StepContext, targets: list[Any], given: Any) -> set[int]:
+    """The places of targets whose upstream gradient is that of a sum over examples."""
+    over = {i for i, t in enumerate(targets) if tf.is_tensor(t) and context.is_over_examples(t)}
+    if given is None or not over:
+        return over
+    upstream = tf.nest.flatten(given)
+    return {i for i in over if not _is_of_tape(context, targets[i], upstream[i])}
+
+
 def _is_of_tape(context: StepContext, target: tf.Tensor, upstream: Any) -> bool:
-    """Whether a tape has given the gradient of a target, which is scaled then. In an eager step it
-    is known if nothing has changed it, or if the tape differentiated by this very target."""
+    """Return whether the upstream gradient of a target comes from a tape, which has scaled it. An
+    eager step is not followed: there it must be the tape's own tensor, or the tape must have
+    differentiated by this target."""
     known = reference(target) in context.differentiated_by
     return known or context.upstream.changes(upstream) is not None
 

@@ -122,16 +122,24 @@ def is_added_to(variable: tf.Variable, value: tf.Tensor) -> bool:
     return kind in _UNKNOWN or (kind in _KEEPING and is_added_to(variable, inputs[0]))
 
 
-def not_averaged(variable: tf.Variable, value: tf.Tensor) -> str | None:
-    """What a traced value is, of which the mean over ranks is not the value of all rows; None: it
-    may be."""
+def not_averaged(variable: tf.Variable, value: tf.Tensor, graph: Any) -> str | None:
+    """Describe an assigned value that averaging over ranks gets wrong, or return None.
+
+    Args:
+        graph: of the step.
+    """
     value = _outside(value)
     while tf.is_symbolic_tensor(value) and value.op.type in (*_KEEPING, *_PARTS):
         value = _outside(value.op.inputs[0])
     if not tf.is_symbolic_tensor(value):
         return None
-    if value.op.type in _COMBINING and any(_is_part_of(variable, t) for t in value.op.inputs):
-        return _COMBINING[value.op.type]
+    kind, inputs = value.op.type, list(value.op.inputs)
+    others = [t for t in inputs if not _is_part_of(variable, t)]
+    if kind in _COMBINING and len(others) < len(inputs):
+        # A queue of means is a mean of queues.
+        of_rows = [t for t in others if kind != "ConcatV2" or t.shape[:1] == [None]]
+        if any(depends_on_batch(t, graph) for t in of_rows):
+            return _COMBINING[kind]
     if value.op.type == "AddV2":
         one, other = value.op.inputs
         added = other if is_added_to(variable, one) else one

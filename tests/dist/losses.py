@@ -187,6 +187,8 @@ class Reversed(keras.layers.Dense):
 class InPieces(keras.Model):
     """Differentiates its loss by what its first layer gives, then that by its weights."""
 
+    reduces = True
+
     def train_step(self, batch: Any) -> Any:
         x, y = batch
         _, first, last = self.layers
@@ -194,22 +196,31 @@ class InPieces(keras.Model):
             hidden = first(x)
         with tf.GradientTape(persistent=True) as of_last:
             of_last.watch(hidden)
-            loss = tf.reduce_mean(keras.losses.mean_squared_error(y, last(hidden)))
+            loss = keras.losses.mean_squared_error(y, last(hidden))
+            loss = tf.reduce_mean(loss) if self.reduces else loss
             # Of a rank that is not known while the step is traced, as of tf.py_function.
-            loss += tf.compat.v1.placeholder_with_default(tf.reduce_mean(hidden**2), None)
-        given = of_last.gradient(loss, hidden)
+            scalar = tf.compat.v1.placeholder_with_default(tf.reduce_mean(hidden**2), None)
+            loss += scalar if self.reduces else 0 * scalar
+            known = tf.reshape(loss, [] if self.reduces else [-1])
+        given = of_last.gradient(known, hidden)
         found = [
             *of_first.gradient(hidden, first.trainable_variables, output_gradients=2 * given),
             *of_last.gradient(loss, last.trainable_variables),
         ]
         self.optimizer.apply(found, [*first.trainable_variables, *last.trainable_variables])
-        self._loss_tracker.update_state(tf.reshape(loss, []))
+        self._loss_tracker.update_state(known)
         return {"loss": self._loss_tracker.result()}
 
 
-def in_pieces(first: Any = keras.layers.Dense, **settings: Any) -> Case:
+class InPiecesOfRows(InPieces):
+    """With a loss of each example."""
+
+    reduces = False
+
+
+def in_pieces(cls: Any = InPieces, first: Any = keras.layers.Dense, **settings: Any) -> Case:
     def build() -> Any:
-        model = network(InPieces, first=first)
+        model = network(cls, first=first)
         model.compile(sgd(), "mse")
         return model
 
@@ -421,7 +432,8 @@ LOSSES = {
     "differentiated": lambda: differentiated(),
     "in_pieces": lambda: in_pieces(),
     "in_pieces_accumulated": lambda: in_pieces(**HALVES),
-    "reversed": lambda: in_pieces(Reversed),
+    "in_pieces_of_rows": lambda: in_pieces(InPiecesOfRows),
+    "reversed": lambda: in_pieces(first=Reversed),
     "differentiated_eagerly": lambda: differentiated(True),
     "differentiated_in_few_rows": lambda: differentiated(**FEWER),
     "differentiated_by_xla": lambda: differentiated(**{"trainer.xla": "true"}),

@@ -77,7 +77,7 @@ def test_weights_that_spread_the_values_of_a_loss(ranks: Callable[..., Any]) -> 
 
 
 def test_gradients_that_are_computed_in_pieces(ranks: Callable[..., Any]) -> None:
-    names = ["in_pieces", "in_pieces_accumulated", "reversed"]
+    names = ["in_pieces", "in_pieces_accumulated", "in_pieces_of_rows", "reversed"]
     compare(names, ranks(2).run(losses.outcomes, names, backend="data_parallel", deadline=200))
 
 

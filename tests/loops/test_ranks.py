@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,9 +221,22 @@ def updated_by_hand(backend: str) -> tuple[list[float], list[str]]:
         def of_tensorflow(x: Any) -> None:
             other.assign_add(delta=tf.sign(gradients(x)[1]))
 
+        def climbs(x: Any) -> None:
+            up = [tf.sign(each) for each in gradients(x)]
+            before = tf.identity(other)
+            weight.assign_add(up[0])
+            other.assign_add(up[1])
+            weight.assign_sub(up[0])
+            other.assign(before)
+
         said = []
         for part in it.distribute(tf.data.Dataset.range(1, 7).batch(3)):
             it.run(summed, part)
+            if backend == "data_parallel":
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    it.run(climbs, part)
+                assert all("and back" in str(each.message) for each in caught)
             for step in (of_keras, of_tensorflow) if backend == "data_parallel" else ():
                 try:
                     it.run(step, part)

@@ -120,7 +120,7 @@ def drawn_by_keras(strategy: str) -> list[tuple[Any, Any]]:
     import tensorflow as tf
     from keras import random
 
-    seeds = keras.random.SeedGenerator(7)
+    seeds, of_each = (keras.random.SeedGenerator(seed) for seed in (7, 8))
 
     def step(x: Any) -> Any:
         rows = tf.shape(x)[0]
@@ -129,6 +129,7 @@ def drawn_by_keras(strategy: str) -> list[tuple[Any, Any]]:
             random.normal([rows, 3], seed=seeds),
             random.normal((3, rows), seed=seeds),
             random.beta(tf.shape(ones), 2.0, 3.0, seed=seeds),
+            random.categorical(tf.zeros((1, 10**7)), rows, "float32", seed=seeds),
         ]
         masks = [random.dropout(ones, 0.5, shape, seeds) for shape in (None, (1, None, 41))]
         masks = tf.transpose(tf.concat(masks, 0), [1, 0, 2])
@@ -138,8 +139,11 @@ def drawn_by_keras(strategy: str) -> list[tuple[Any, Any]]:
             *tf.unstack(random.gamma(tf.constant([2]), 2.0, seed=seeds)),
             *tf.unstack(tf.reshape(random.dropout(tf.ones((5, 7)), 0.5, seed=seeds), [-1])),
             *tf.unstack(random.shuffle(tf.range(9.0), seed=seeds)),
+            *tf.unstack(random.dropout(tf.ones((5, 7)), 0.5, (7,), seeds)[0]),
             *tf.unstack(random.dropout(ones, 0.5, (1, 1, 41), seeds)[0, 0]),
         ]
+        if strategy == "data_parallel":  # replicas cannot draw in a loop of TensorFlow
+            of_rows.append(tf.map_fn(lambda _: random.uniform((), seed=of_each), x))
         of_rows = [tf.reshape(each, [-1]) for each in of_rows]
         return tf.concat(of_rows, 0), masks, tf.stack(of_batch)
 

@@ -430,9 +430,10 @@ def statistics_set(strategy: str, gathers: bool = False) -> set[str]:
     class Observing(keras.layers.Layer):
         def build(self, shape: Any) -> None:
             words = {"trainable": False, "initializer": "zeros"}
-            names = ("largest", "rows", "mean", "calls", "moved", "weighted")
+            names = ("largest", "rows", "mean", "calls", "moved", "weighted", "positive")
             self.of = {name: self.add_weight((), name=name, **words) for name in names}
             self.queue = self.add_weight((6, 8), name="queue", **words)
+            self.means = self.add_weight((3,), name="means", **words)
 
         def call(self, x: Any, training: bool = False) -> Any:
             if training:
@@ -444,6 +445,8 @@ def statistics_set(strategy: str, gathers: bool = False) -> set[str]:
                 of["mean"].assign(0.9 * of["mean"] + 0.1 * mean)
                 of["moved"].assign_add(0.1 * (mean - of["moved"]))
                 of["calls"].assign_add(1.0)
+                of["positive"].assign(ops.maximum(of["positive"] + mean, 0.0))
+                self.means.assign(ops.concatenate([self.means[1:], ops.reshape(mean, (1,))]))
                 of["weighted"].assign(ops.maximum(ops.max(of["calls"]), of["weighted"]))
             return x
 

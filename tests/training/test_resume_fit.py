@@ -703,18 +703,26 @@ def test_a_callback_is_restored_whole_or_not_at_all() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.count, self.shared, self.counts = 0, shared, np.zeros(2)
+            self.own, self.others = tf.Variable(1.0), [tf.Variable(1.0)]
+            self.of_model = of_model
 
     shared: list[int] = []
+    of_model = tf.Variable(1.0)
     callback = Keeps()
     note_attributes([callback])
     shared.append(1)
     callback.count = 1
+    callback.own.assign(2.0)
+    callback.others[0].assign(2.0)
     states, _ = callback_states([callback])
-    assert states[0]["attributes"] == {"count": 1, "shared": [1]}
+    assert states[0]["attributes"] == {"count": 1, "shared": [1], "own": 2.0}
+    callback.own.assign(3.0)
+    of_model.assign(4.0)  # as a restored model has it
     shared.append(2)
     load_callback_states([callback], states, {})
     assert callback.shared is shared
     assert shared == [1]
+    assert (float(callback.own), float(callback.others[0]), float(of_model)) == (2.0, 2.0, 4.0)
     callback.count, callback.counts[0] = 2, 1
     with pytest.warns(UserWarning, match="because it changes counts: they hold"):
         nothing, _ = callback_states([callback])

@@ -182,7 +182,8 @@ def _common_attributes(model: Any, world: World) -> Arrays:
     The others are left out, with a warning: a value of one rank would be wrong on the others, and
     another number of ranks may resume.
     """
-    arrays = {name: view_of(variable) for name, variable in attribute_variables(model)}
+    named = attribute_variables(model, metrics=world.size == 1)
+    arrays = {name: view_of(variable) for name, variable in named}
     if world.size == 1 or placement_of(model) is not None:
         return arrays
     here = {(name, checksum(array)) for name, array in arrays.items()}

@@ -82,7 +82,10 @@ def set_attributes(callback: Any, saved: Mapping[str, Any], known: Collection[st
         return  # of which nothing was kept
     begun = {n: v for n, v in vars(callback)[_AT_BEGIN].items() if n not in known}
     for name, value in {**begun, **saved}.items():
-        present = _copy_or_fingerprint(vars(callback).get(name))
+        attribute = vars(callback).get(name)
+        if is_scalar_variable(attribute) and name not in saved:
+            continue  # it may be the model's, which is restored by itself
+        present = _copy_or_fingerprint(attribute)
         # What has become an array or a file meanwhile stays as it is, unless it is known better.
         if not _same(present, value) and (name in saved or _is_plain(present)):
             _set(callback, name, value)
@@ -145,6 +148,7 @@ def _values(callback: Any) -> dict[str, Any]:
 
 def _copy_or_fingerprint(value: Any) -> Any:
     try:
+        value = np.asarray(value)[()] if is_scalar_variable(value) else value
         return _plain_copy(value, [_MAX_ENTRIES], _MAX_DEPTH)
     except (RuntimeError, ModelError):  # another thread changes it, or another stage has it
         return _NotPlain
@@ -169,8 +173,7 @@ def _plain_copy(value: Any, room: list[int], depth: int) -> Any:
     Raises:
         _NotPlain: it is none, or too large.
     """
-    scalar = isinstance(value, np.generic) or (_is_eager(value) and not value.shape.rank)
-    if scalar or is_scalar_variable(value):
+    if isinstance(value, np.generic) or (_is_eager(value) and not value.shape.rank):
         value = np.asarray(value).item()
     room[0] -= 1
     if value is None or type(value) in (bool, int, float):
@@ -217,8 +220,9 @@ def _set(callback: Any, name: str, value: Any) -> None:
     value, present = _copy_or_fingerprint(value), vars(callback).get(name)
     if not _may_be_set(callback, name) or isinstance(value, _Fingerprint) or value is _NotPlain:
         return
-    if is_scalar_variable(present) and type(value) in (bool, int, float):
-        present.assign(value)
+    if is_scalar_variable(present):
+        with suppress(ModelError):  # which another stage has
+            present.assign(value)
     elif type(present) is list and type(value) is list:  # which the script may have, too
         present[:] = value
     elif type(present) is dict and type(value) is dict:

@@ -77,7 +77,7 @@ def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:
         saved: as for `pair_variables`.
     """
     saved = _part(saved, ATTRIBUTE)
-    pairs, problems = match_arrays(saved, attribute_variables(model))
+    pairs, problems = match_arrays(saved, attribute_variables(model, metrics=world.size == 1))
     every = world.allgather(problems, "attributes that do not fit a checkpoint")
     if any(every) and world.is_root:
         said = dict.fromkeys(problem for each in every for problem in each)

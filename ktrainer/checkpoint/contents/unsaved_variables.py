@@ -82,7 +82,7 @@ def _warn(model: Any, names: set[str], what: str, remedy: str) -> None:
 def _note_read(model: Any, graphs: Iterable[Any], others: set[int]) -> None:
     """Note the values of variables that graphs read, but for `others`, by id."""
     noted = _read.setdefault(model, {})
-    for variable in (v for graph in graphs for v in graph.variables):
+    for variable in (v for graph in graphs for v in _variables_of(graph)):
         size = variable.dtype.size * (variable.shape.num_elements() or 0)
         if id(variable) not in others and INTERNAL not in variable.name and size <= _MAX_BYTES:
             noted.setdefault(id(variable), (variable, view_of(variable)))
@@ -123,6 +123,8 @@ def _held(model: Any, callbacks: Iterable[Any]) -> set[int]:
             held += [v for v in vars(callback).values() if is_scalar_variable(v)]
         if overrides(callback, "state_dict"):
             held += variables_in(vars(callback))
+            models = [v for v in vars(callback).values() if isinstance(v, keras.Layer)]
+            held += [v for each in models for v in each.variables]
             held += [v for v in vars(callback).values() if isinstance(v, keras.Variable)]
     found = [inner_variable(v) for v in held]
     found = [getattr(v, "_v", v) for v in found]  # of a tf.distribute strategy
@@ -136,7 +138,12 @@ def _assigned(graph: Any) -> list[tf.Variable]:
         if any(tensor.dtype == tf.resource for tensor in operation.inputs):
             written |= {id(tensor) for tensor in get_read_write_resource_inputs(operation)[1]}
     handles = {id(outside) for outside, inside in graph.captures if id(inside) in written}
+    return [v for v in _variables_of(graph) if id(v.handle) in handles]
+
+
+def _variables_of(graph: Any) -> list[tf.Variable]:
+    """The variables from outside of a graph that it uses."""
     try:
-        return [v for v in graph.variables if id(v.handle) in handles]
+        return list(graph.variables)
     except AssertionError:  # one of them is gone, so it was no state
         return []
