@@ -51,12 +51,14 @@ def from_torch(leaf: Any) -> Any:
 
 def copied(batch: Any) -> Any:
     """A user's batch in memory of its own: the code that made it may write the next one into the
-    same arrays while this one waits for its step."""
+    same arrays while this one waits for its step. Parts of files are read later, by slices."""
 
     def of_leaf(leaf: Any) -> Any:
         leaf = from_torch(leaf)
         if isinstance(leaf, tf.Variable):
             return tf.convert_to_tensor(leaf)
+        if isinstance(leaf, np.memmap):
+            return leaf
         copy = getattr(leaf, "copy", None)  # of NumPy, scipy, pandas
         return leaf if copy is None else copy()
 

@@ -98,8 +98,8 @@ class SourceFeed(Feed):
             self._replay_epochs(epoch - self.first_epoch, skip)
 
     def _replay_epochs(self, epochs: int, skip: int) -> None:
-        """Repeat the draws of so many epochs, and of a part of one more, for the calls after this
-        one, which may read the same data."""
+        """Draw the seeds that shuffles drew in these epochs before the resume, so that a later call
+        on the same data has the orders of an uninterrupted script."""
         source = self.source
         if self._repeats:
             epochs, skip = min(1, epochs + skip), 0
@@ -239,7 +239,8 @@ class Cursor:
         return self.source.open(epoch, skip)
 
     def _seek(self, position: int) -> Iterator[Piece]:
-        from_begin = position == 0 or not self.source.reopens or self._peeked_order()
+        peeked = self.source.shuffles and self._peeked_order()
+        from_begin = position == 0 or not self.source.reopens or peeked
         if self._live is None and from_begin:
             self._live, self._position = self._take_peeked(), 0
         elif self._live is None or (

@@ -15,7 +15,7 @@ from ktrainer.dataparallel.process_sets import ProcessSet
 from ktrainer.dataparallel.state import opened
 from ktrainer.errors import ModelError
 
-_SECOND = (
+_NOT_DIFFERENTIABLE = (
     "gradients of a DistributedGradientTape are differentiated, and have no gradients once ranks "
     "have reduced them. Take inner gradients, such as those of a penalty, by the plain tape: the "
     "outer tape reduces what follows from them. Or stop them with tf.stop_gradient."
@@ -116,7 +116,9 @@ class DistributedGradientTape(tf.GradientTape):
         gradients = tf.nest.flatten(found)
         reduced = self._reduction(gradients, flat)
         if record.could_possibly_record():
-            reduced = [_constant(*pair) for pair in zip(gradients, reduced, strict=True)]
+            reduced = [
+                _refusing_second_order(*pair) for pair in zip(gradients, reduced, strict=True)
+            ]
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def get_local_and_global_gradients(
@@ -153,7 +155,7 @@ def PartialDistributedGradientTape(
     return tape
 
 
-def _constant(gradient: Any, reduced: Any) -> Any:
+def _refusing_second_order(gradient: Any, reduced: Any) -> Any:
     """A reduced gradient, if it is dense, that says to a tape why it cannot be differentiated."""
     if reduced is gradient or not isinstance(reduced, tf.Tensor):
         return reduced
@@ -161,7 +163,7 @@ def _constant(gradient: Any, reduced: Any) -> Any:
     @tf.custom_gradient
     def constant(_: tf.Tensor, value: tf.Tensor) -> Any:
         def refuse(*_: Any) -> Any:
-            raise ModelError(_SECOND)
+            raise ModelError(_NOT_DIFFERENTIABLE)
 
         return tf.identity(value), refuse
 

@@ -109,9 +109,11 @@ def main(argv: list[str]) -> None:
     try:
         _run(script, rank, options, folder, partial(_report_import, notes))
     except SystemExit as error:
-        if _is_one_of(type(error), _ASKED_TO_END):
+        asked = None if error.code in (None, 0) else _asked_to_end(error)
+        if asked is not None:
             # Not a failure: mpirun would end ranks that are still on their way out.
-            _send_interrupted(notes, error)
+            _send_interrupted(notes, asked)
+            error.code = asked.code
         elif error.code not in (None, 0):
             fail(error, error.code if isinstance(error.code, int) else 1)
     except BaseException as error:
@@ -119,6 +121,14 @@ def main(argv: list[str]) -> None:
     heals = json.loads(os.environ.get("KTRAINER_WORLD", "{}")).get("heal")
     if "KTRAINER_RANK" in os.environ or heals:
         _exit_now()
+
+
+def _asked_to_end(error: BaseException | None) -> SystemExit | None:
+    """The `Interrupted` that ends the script, maybe by another error: libraries of command lines
+    catch a KeyboardInterrupt and exit."""
+    while error is not None and not _is_one_of(type(error), _ASKED_TO_END):
+        error = error.__cause__ or error.__context__
+    return error if isinstance(error, SystemExit) else None
 
 
 def _send_interrupted(notes: int, error: SystemExit) -> None:

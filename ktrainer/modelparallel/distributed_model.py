@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from ktrainer.backends.pipeline.check_supported import refuse_layers, refuse_penalty
-from ktrainer.backends.pipeline.graph.call_recorder import OWN_CALLS
+from ktrainer.backends.pipeline.graph.call_recorder import CALLED_BY_USER
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.global_norm import count_over_stages, forget_stages
@@ -171,7 +171,7 @@ def cut(model: DistributedModel, inputs: Any) -> PlannedModel:
         ModelError: it cannot be traced, or stages share what only one can have.
     """
     now = state.current()
-    setattr(model, OWN_CALLS, True)
+    setattr(model, CALLED_BY_USER, True)
     config = pipeline_config(now.settings)
     rows = next((x.shape[0] for x in keras.tree.flatten(inputs)), None) or 1
     planned = PlannedModel(

@@ -129,8 +129,10 @@ def _save_once(
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         manages = isinstance(self, tf.train.CheckpointManager)
         path = self.directory if manages else kwargs.get("file_prefix", (*args, None)[0])
-        if collectives_off() or not isinstance(path, (str, os.PathLike)):
-            return original(self, *args, **kwargs)  # a tensor, in a graph
+        if collectives_off() or not tf.executing_eagerly():
+            return original(self, *args, **kwargs)
+        if not isinstance(path, (str, os.PathLike)):  # a tensor
+            return original(self, *args, **kwargs)
         path, found = os.path.abspath(path), dict[str, Any]()
         checkpoint = self.checkpoint if manages else self
 
@@ -157,7 +159,10 @@ def _save_once(
                     stack.enter_context(_all_local(model))
             what = f"{original.__qualname__} {path}"
             _, of_root = _by_root(trainer, what, on_root, found)
-        if of_root["path"] != path and trainer.backend.name != "pipeline":
+        world, result = trainer.world, of_root["result"]
+        # Another host may not see the files of rank 0's.
+        lacks = world.local_rank == 0 and result and not os.path.exists(f"{result}.index")
+        if (of_root["path"] != path or lacks) and trainer.backend.name != "pipeline":
             call()
             of_root = found
         if not trainer.world.is_root:

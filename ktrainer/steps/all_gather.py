@@ -61,7 +61,10 @@ def all_gather(tensor: Any) -> Any:
     if context.in_global_loss:
         return tensor  # of all ranks already
     (rows,) = exchange_row_counts(context, [tensor])
-    return gather_rows(context, tensor, rows)
+    gathered = gather_rows(context, tensor, rows)
+    if context.sums and context.flow:
+        context.flow.end(gathered)  # gradients of all ranks, which a loop may reduce by itself
+    return gathered
 
 
 @dataclass(frozen=True)

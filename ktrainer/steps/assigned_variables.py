@@ -58,7 +58,7 @@ _UPDATED_BY_HAND = (
     "a step updates {variable} by this rank's part of its gradient, without an optimizer, so the "
     "weights of ranks would drift apart. Apply gradients by a Keras optimizer, which sums them "
     "over ranks; or sum them first, by all_reduce('sum', gradients) of "
-    "tf.distribute.get_replica_context()."
+    "tf.distribute.get_replica_context(). What is each rank's own is made with trainable=False."
 )
 
 
@@ -143,6 +143,8 @@ class AssignedVariables:
         several = context.collectives is not None and context.collectives.size > 1
         if not several or self._among is not None or id(variable) in self._found:
             return
+        if not variable.trainable:
+            return  # such as perturbations of a rank's own rows
         sources = {id(_inner(source)) for _, source in context.part_gradients.values()}
         if id(variable) not in sources or aggregation_of(variable) is not None:
             return
@@ -233,6 +235,8 @@ def _move(variable: tf.Variable, name: str, value: Any) -> tuple[int, Any]:
     operation = value.op if tf.is_symbolic_tensor(value) else None
     if operation is not None and operation.type in ("AddV2", "Sub"):
         before, by = operation.inputs
+        if operation.type == "AddV2" and is_added_to(variable, by):
+            before, by = by, before
         if is_added_to(variable, before):
             return (1 if operation.type == "AddV2" else -1), reference(by)
     return 0, reference(value)

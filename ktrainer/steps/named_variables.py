@@ -36,8 +36,9 @@ _RESOURCE_VARIABLES = (ResourceVariable, UnliftedInitializerVariable)
 _ALIASES = (
     "_self_unconditional_checkpoint_dependencies",
     "_self_unconditional_dependency_names",
-    *("_compile_loss", "_compile_metrics", "_loss_tracker", "_metrics", "_variables"),
+    *("_compile_loss", "_compile_metrics", "_loss_tracker", "_metrics"),
 )
+_OF_KERAS = "_variables"  # a list of what an object of Keras has as attributes
 
 
 class StateVariable:
@@ -221,7 +222,7 @@ def _inside(
             yield from _inside(each, f"{path}/{k}", depth + 1, of_keras)
     elif depth < 3 and isinstance(value, dict):
         for key in sorted(value, key=str):
-            if key not in _ALIASES:
+            if key not in _ALIASES and not (of_keras and key == _OF_KERAS):
                 yield from _inside(value[key], f"{path}/{key}", depth + 1, of_keras)
 
 

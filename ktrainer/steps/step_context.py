@@ -345,7 +345,7 @@ class StepContext(TracedContext):
             self.loss_of_all = loss[0] if loss else None
             return gradients
         weight = self.weight if self.gradient_weight is None else self.gradient_weight
-        if self.sums and self._weigh_those_of_batch(gradients):
+        if self.sums and self._weight_batch_gradients(gradients):
             weight = tf.ones([], tf.float64)
         own = self._weigh_local(gradients, variables, weight)
         present = [i for i, g in enumerate(gradients) if g is not None and i not in own]
@@ -393,11 +393,15 @@ class StepContext(TracedContext):
         a sum depends on its place in a message."""
         return [list(range(len(variables)))]
 
-    def _weigh_those_of_batch(self, gradients: list[Any]) -> bool:
-        """If steps before have added up some of the gradients, which count also where a rank has no
-        rows in this one, weight the others in place. Return whether there are such gradients."""
+    def _weight_batch_gradients(self, gradients: list[Any]) -> bool:
+        """Weight this batch's gradients in place if earlier steps have accumulated others, which
+        count on a rank without rows, too. Return whether there are such."""
+        if present_graph() is None:
+            return False  # an eager step is not followed
         of_batch = [
-            g is None or self.flow.changes(g) is not None or depends_on_batch(g, self.graph)
+            g is None
+            or self.flow.changes(g) is not None
+            or depends_on_batch(getattr(g, "values", g), self.graph)
             for g in gradients
         ]
         if all(of_batch):

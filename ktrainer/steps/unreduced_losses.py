@@ -79,13 +79,12 @@ def _unscaled(context: StepContext, targets: list[Any], given: Any) -> set[int]:
     if given is None or not over:
         return over
     upstream = tf.nest.flatten(given)
-    return {i for i in over if not _is_of_tape(context, targets[i], upstream[i])}
+    return {i for i in over if not _is_scaled_already(context, targets[i], upstream[i])}
 
 
-def _is_of_tape(context: StepContext, target: tf.Tensor, upstream: Any) -> bool:
-    """Return whether the upstream gradient of a target comes from a tape, which has scaled it. An
-    eager step is not followed: there it must be the tape's own tensor, or the tape must have
-    differentiated by this target."""
+def _is_scaled_already(context: StepContext, target: tf.Tensor, upstream: Any) -> bool:
+    """Return whether a tape has computed an upstream gradient, and so scaled it. Of an eager step
+    these are tensors as a tape has returned them, and targets that one has differentiated by."""
     known = reference(target) in context.differentiated_by
     return known or context.upstream.changes(upstream) is not None
 

@@ -370,6 +370,45 @@ def test_training_reaches_layers_of_a_call_without_it(kind: Callable[[], Any]) -
     assert bool(np.any(expected[4].numpy())) == trains
 
 
+class Tracks(keras.Model):
+    """As the documentation of `Model.compute_loss` has it: `metrics` leaves out Keras' own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def compute_loss(
+        self, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: bool = True
+    ) -> Any:
+        loss = keras.ops.mean((y_pred - y) ** 2)
+        loss += keras.ops.sum(self.losses)
+        self.loss_tracker.update_state(loss)
+        return loss
+
+    def reset_metrics(self) -> None:
+        self.loss_tracker.reset_state()
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.loss_tracker]
+
+
+def test_a_model_that_lists_its_own_metrics_alone() -> None:
+    x = np.random.default_rng(0).normal(size=(32, 6)).astype("float32")
+    found = []
+    for more in ({"backend": "local"}, {"backend": {**PIPELINE["backend"], "microbatches": 1}}):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((6,))
+        model = Tracks(inputs, layers.Dense(3)(layers.Dense(5)(inputs)))
+        model.compile("sgd")
+        with make(more) as it:
+            history = it.fit(model, (x, x[:, :3])).history
+            found.append((history["loss"], it.evaluate(model, (x, x[:, :3]))["loss"]))
+    (losses, evaluated), (ours, ours_evaluated) = found
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    np.testing.assert_allclose(ours_evaluated, evaluated, rtol=1e-5)
+
+
 def test_inputs_of_another_kind_are_refused_by_name(trainer: Trainer) -> None:
     a, b = keras.Input((4,), name="a"), keras.Input((3,), name="b")
     model = keras.Model({"a": a, "b": b}, layers.Concatenate()([a, b]))

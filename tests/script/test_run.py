@@ -368,7 +368,10 @@ try:
 except KeyboardInterrupt:
     model.save("kept.keras")
     print("saved at", int(model.optimizer.iterations.numpy()), flush=True)
-fit()
+try:
+    fit()
+except KeyboardInterrupt:
+    raise SystemExit(1)  # as libraries of command lines do
 """
 
 
@@ -377,7 +380,7 @@ def test_a_script_that_catches_ctrl_c_saves_its_model(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", 2, "script.py", *TWO, "logging.progress=none")
     assert done.stdout == "saved at 1\n", done.stderr
     assert (tmp_path / "kept.keras").exists()
-    assert done.returncode == 130  # of the second `fit`, where nothing catches it
+    assert done.returncode == 130  # of the second `fit`, after which nothing is done
     assert "interrupted by SIGINT at step 1, and there is no checkpoint" in done.stderr
 
 

@@ -76,11 +76,16 @@ def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:
     Args:
         saved: as for `pair_variables`.
     """
-    saved = _part(saved, ATTRIBUTE)
-    pairs, problems = match_arrays(saved, attribute_variables(model, metrics=world.size == 1))
-    every = world.allgather(problems, "attributes that do not fit a checkpoint")
-    if any(every) and world.is_root:
-        said = dict.fromkeys(problem for each in every for problem in each)
+    saved, every = _part(saved, ATTRIBUTE), attribute_variables(model)
+    own = dict(attribute_variables(model, metrics=False))
+    of_metrics = {name for name, _ in every} - own.keys()
+    if world.size > 1 or not of_metrics & saved.keys():  # of other ranks, or earlier versions
+        saved = {name: array for name, array in saved.items() if name not in of_metrics}
+        every = list(own.items())
+    pairs, problems = match_arrays(saved, every)
+    found = world.allgather(problems, "attributes that do not fit a checkpoint")
+    if any(found) and world.is_root:
+        said = dict.fromkeys(problem for each in found for problem in each)
         warnings.warn(
             "a tf.Variable or tf.random.Generator that is an attribute of a layer, the loss or an "
             f"optimizer is not restored, and begins as the script makes it: {'; '.join(said)}",

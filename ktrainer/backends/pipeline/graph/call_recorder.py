@@ -20,7 +20,7 @@ from ktrainer.backends.pipeline.graph.stage_scopes import stage_of
 from ktrainer.backends.pipeline.graph.untraceable import SideEffect, location_of, reason_of
 from ktrainer.steps.step_helpers import has_own_steps
 
-OWN_CALLS = "_ktrainer_own_calls"  # attribute of models that a user's code calls, not Keras' steps
+CALLED_BY_USER = "_ktrainer_called_by_user"  # attribute of models
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class CallRecorder(Watcher):
         self._scope = Scope(self.model)  # casts of the model's inputs are made before it is opened
         try:
             with watching(self):
-                return self.model(inputs, **mode_of_call(self.model, training))
+                return self.model(inputs, **training_kwargs(self.model, training))
         finally:
             self._forget()
 
@@ -225,10 +225,10 @@ class CallRecorder(Watcher):
                     _drop(producer._outbound_nodes, node)
 
 
-def mode_of_call(model: Any, training: bool) -> dict[str, bool]:
-    """The `training` argument of a model's call. Keras' steps give it to a `call` that declares it;
-    a user's may give it to any, and Keras then hands it to the layers inside."""
-    always = has_own_steps(model) or hasattr(model, OWN_CALLS)
+def training_kwargs(model: Any, training: bool) -> dict[str, bool]:
+    """The `training` argument of a model's call. Keras' steps pass it only if `call` declares it. A
+    user's step may pass it to any model; Keras then forwards it to the layers inside."""
+    always = has_own_steps(model) or hasattr(model, CALLED_BY_USER)
     return {"training": training} if always or model._call_has_training_arg else {}
 
 

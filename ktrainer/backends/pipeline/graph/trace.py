@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src import backend
 
 from ktrainer.backends.pipeline.graph.build_graph import assemble, values_of
-from ktrainer.backends.pipeline.graph.call_recorder import Call, CallRecorder, mode_of_call
+from ktrainer.backends.pipeline.graph.call_recorder import Call, CallRecorder, training_kwargs
 from ktrainer.backends.pipeline.graph.derived_tensors import find_derived
 from ktrainer.backends.pipeline.graph.nodes import Graph, Node, Ref, Tensor, run_nodes
 from ktrainer.backends.pipeline.graph.untraceable import refuse_compiled_call, untraceable
@@ -163,7 +163,7 @@ def _build(model: Any, inputs: Any, training: bool) -> None:
             if not isinstance(model, keras.Sequential):
                 with model._open_name_scope():
                     backend.compute_output_spec(model.call, inputs, **kwargs)
-            model(inputs, **mode_of_call(model, training))
+            model(inputs, **training_kwargs(model, training))
     except Exception as error:
         raise untraceable(model, error) from error
 

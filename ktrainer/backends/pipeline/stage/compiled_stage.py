@@ -213,10 +213,7 @@ class CompiledStage:
             if training:
                 tape.watch(sources)
             added, results, sent = self._compute(given, scope)
-        # Of predictions no metric counts.
-        scope.refuse_dropped(
-            () if self.mode != "predict" else self.settings.model.metrics_variables
-        )
+        scope.refuse_dropped(self.settings.model)
         _refuse_assigned(stage.trainable, given.trainable, scope)
         self._sent = [*sent, added] if self.sends_outputs else []
         self._results = results

@@ -218,7 +218,7 @@ class GlobalLoss:
             y_pred = outputs_of(graph, tensors)
             loss = loss_of(self.model, data, y_pred, [added] if adds else [], training)
             self.model._loss_tracker.update_state(loss, sample_weight=tf.shape(outputs[0])[0])
-        scope.refuse_dropped()
+        scope.refuse_dropped(self.model)
         after = [scope.get_current_value(v) for v in state]
         pairs = enumerate(zip(before, after, strict=True))
         changed = {str(k): new for k, (old, new) in pairs if new is not old}

@@ -88,13 +88,17 @@ class StageScope(keras.StatelessScope):
             self._dropped.append((update[0], location_of(sys._getframe())))
         super().add_update(update)
 
-    def refuse_dropped(self, ignored: Sequence[Any] = ()) -> None:
-        """Refuse what was assigned to variables that nothing keeps, but for `ignored` ones.
+    def refuse_dropped(self, model: Any) -> None:
+        """Refuse what was assigned to variables that nothing keeps, but for those of metrics: of
+        predictions none count, and Keras updates those of a loss that `model.metrics` may not list.
 
         Raises:
             ModelError: naming one.
         """
-        known = set(map(id, ignored))
+        metrics = [m for layer in model._flatten_layers(include_self=True) for m in layer._metrics]
+        metrics += [model._loss_tracker, model._compile_metrics, model._compile_loss]
+        known = {id(v) for each in metrics for v in getattr(each, "variables", ())}
+        known |= {id(v) for v in model.metrics_variables}
         dropped = [(v, where) for v, where in self._dropped if id(v) not in known]
         if not dropped:
             return
