@@ -43,7 +43,7 @@ keras.src.trainers.trainer
     Trainer()._compile_config
         steps: read; a model that is compiled again gets a new program
     Trainer()._compile_metrics
-        steps, verify, checkpoint: read; a model compiled again gets a new program; its metrics
+        steps, pipeline, verify, checkpoint: read; a model compiled again gets a new program
     Trainer()._loss_tracker
         steps, pipeline, checkpoint: read; the metric that counts the loss
     Trainer()._initial_epoch
