@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -93,18 +93,12 @@ def _write_once(
         written = os.path.abspath(paths[0]) if paths else None
 
         def on_root() -> Any:
-            if missing:
-                raise CheckpointError(f"cannot save the model: no stage has {missing}")
+            refuse_missing()
             with without_collectives():
                 return original(*args, **kwargs)
 
-        with ExitStack() as stack:
-            missing: list[str] = []
-            if model is not None:
-                stack.enter_context(borrow(model))
-                missing = stack.enter_context(whole_on_root(model))
-                if local and trainer.world.is_root:
-                    stack.enter_context(_all_local(model))
+        models = [] if model is None else [model]
+        with _whole(trainer, borrow, models, local) as refuse_missing:
             what = f"{original.__name__} {paths[0] if paths else ''}".strip()
             result, written_by_root = _by_root(trainer, what, on_root, written)
         if written is not None:
@@ -145,18 +139,12 @@ def _save_once(
                 found["managed"] = {name: vars(self)[name] for name in _MANAGED}
 
         def on_root() -> None:
-            if missing:
-                raise CheckpointError(f"cannot save the model: no stage has {missing}")
+            refuse_missing()
             found["path"] = path
             call()
 
-        with ExitStack() as stack:
-            missing: list[str] = []
-            for model in (each for each in vars(checkpoint).values() if _is_model(each)):
-                stack.enter_context(borrow(model))
-                missing += stack.enter_context(whole_on_root(model))
-                if trainer.world.is_root:
-                    stack.enter_context(_all_local(model))
+        models = [each for each in vars(checkpoint).values() if isinstance(each, keras.Model)]
+        with _whole(trainer, borrow, models, local=True) as refuse_missing:
             what = f"{original.__qualname__} {path}"
             _, of_root = _by_root(trainer, what, on_root, found)
         world, result = trainer.world, of_root["result"]
@@ -174,8 +162,32 @@ def _save_once(
     return save
 
 
-def _is_model(value: Any) -> bool:
-    return isinstance(value, keras.Model)
+@contextmanager
+def _whole(
+    trainer: Trainer,
+    borrow: Callable[[keras.Model], AbstractContextManager[None]],
+    models: Iterable[keras.Model],
+    local: bool,
+) -> Iterator[Callable[[], None]]:
+    """Give rank 0 all values of models inside the block; yield a function for it that raises if no
+    stage has some.
+
+    Args:
+        local: as if it had made them itself.
+    """
+    missing: list[str] = []
+
+    def refuse_missing() -> None:
+        if missing:
+            raise CheckpointError(f"cannot save the model: no stage has {missing}")
+
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(borrow(model))
+            missing += stack.enter_context(whole_on_root(model))
+            if local and trainer.world.is_root:
+                stack.enter_context(_all_local(model))
+        yield refuse_missing
 
 
 def _writer_of_root(trainer: Trainer, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""Parts of traced graphs: definitions of some of their ops, and the functions that these call."""
+"""Parts of traced graphs: definitions of ops, functions that they call, what leads to a tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -48,3 +48,30 @@ def functions_with(library: Any, wanted: Callable[[Any], bool]) -> set[str]:
     while more := {name for name, called in calls.items() if called & found} - found:
         found |= more
     return found
+
+
+def outside_of(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor that a graph inside of another one, as a branch is, has `tensor` from."""
+    while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":
+        captures = getattr(tensor.graph, "captures", ())
+        found = [outer for outer, inner in captures if inner is tensor]
+        if not found:
+            break
+        tensor = found[0]
+    return tensor
+
+
+def upstream(values: Iterable[Any], ends: Collection[str] = ()) -> Iterator[tf.Tensor]:
+    """Yield the symbolic tensors that values are computed from, and those values, each once.
+
+    Args:
+        ends: types of operations whose inputs are not followed.
+    """
+    waiting, seen = list(values), set[int]()
+    while waiting:
+        tensor = outside_of(waiting.pop())
+        if tf.is_symbolic_tensor(tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
+            if tensor.op.type not in ends:
+                waiting += tensor.op.inputs

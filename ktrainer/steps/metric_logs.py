@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.state.nested_logs import LogPath, flatten_paths, unflatten_paths
+from ktrainer.steps.graph_parts import upstream
 from ktrainer.steps.metric_states import is_compiled_metrics, leaf_metrics
 
 
@@ -74,8 +75,7 @@ class LoggedResults:
         self.logs: Any = {}
         self.sources: dict[LogPath, LogSource | None] = {}
         self._returned: dict[int, tuple[Any, Any]] = {}  # a result, which keeps its id, and whose
-        self._updated: set[int] = set()
-        self._updated_here: set[tuple[int, int]] = set()  # by the thread of a replica
+        self._updated: set[tuple[int, int]] = set()  # (thread of a replica, metric)
         self._partial: set[int] = set()  # results of metrics that the step had updated before
 
     @contextmanager
@@ -83,7 +83,6 @@ class LoggedResults:
         """Remember what metrics return meanwhile; a step is traced inside, in any thread."""
         self._returned.clear()
         self._updated.clear()
-        self._updated_here.clear()
         self._partial.clear()
         with Replacements() as replacing:
             for metric in leaf_metrics(self._model):
@@ -125,16 +124,9 @@ class LoggedResults:
             for k, (_, metric) in self._returned.items()
             if not one_process or k in self._partial
         }
-        waiting = [getattr(each, "values", each) for each in gradients if each is not None]
-        seen, found = set[int](), set[str]()
-        while local and waiting:
-            tensor = waiting.pop()
-            if id(tensor) in local:
-                found.add(local[id(tensor)].name)
-            elif tf.is_symbolic_tensor(tensor) and id(tensor.op) not in seen:
-                seen.add(id(tensor.op))
-                waiting += tensor.op.inputs
-        for name in sorted(found):
+        values = [getattr(each, "values", each) for each in gradients] if local else []
+        names = {local[id(tensor)].name for tensor in upstream(values) if id(tensor) in local}
+        for name in sorted(names):
             warnings.warn(
                 f"gradients of {type(self._model).__name__}.train_step depend on the result of the "
                 f"metric {name!r}, which has counted the rows of one rank or replica: training is "
@@ -173,7 +165,7 @@ class LoggedResults:
                 value = tf.identity(value.value)
             if tf.is_tensor(value):
                 self._returned[id(value)] = value, metric
-                if (threading.get_ident(), id(metric)) in self._updated_here:
+                if (threading.get_ident(), id(metric)) in self._updated:
                     self._partial.add(id(value))
             return value
 
@@ -183,17 +175,17 @@ class LoggedResults:
         original = _method(metric, "update_state")
 
         def update_state(*args: Any, **kwargs: Any) -> Any:
-            self._updated.add(id(metric))
-            self._updated_here.add((threading.get_ident(), id(metric)))
+            self._updated.add((threading.get_ident(), id(metric)))
             return original(*args, **kwargs)
 
         return update_state
 
     def _note(self, path: LogPath, value: Any) -> None:
+        updated = {metric for _, metric in self._updated}
         idle = {
             metric.name
             for metric in self._model.metrics
-            if not is_compiled_metrics(metric) and id(metric) not in self._updated
+            if not is_compiled_metrics(metric) and id(metric) not in updated
         }
         self.sources.pop(path, None)
         if id(value) in self._returned:

@@ -17,6 +17,7 @@ from tensorflow.python.ops.resource_variable_ops import (
 
 from ktrainer.errors import ModelError
 from ktrainer.runtime.monkeypatching import Replacement, replaced_in
+from ktrainer.steps.graph_parts import outside_of, upstream
 
 _WHOLE = ("assign", "assign_add", "assign_sub")
 ADDING = (*_WHOLE[1:], "scatter_add", "scatter_sub", "scatter_nd_add", "scatter_nd_sub")
@@ -27,6 +28,7 @@ _KEEPING = {
     *("Identity", "Cast", "Reshape", "EnsureShape", "StopGradient", "Sub"),
     *("TensorScatterAdd", "TensorScatterSub"),
 }
+_SHAPES = {"Shape", "Size"}
 _PARTS = ("StridedSlice", "Slice", "GatherV2")
 _COMBINING = {  # a variable's value with another one
     "Maximum": "the larger one of its value and of what it computes from its rows",
@@ -109,12 +111,12 @@ def assign_total(variable: Any, value: Any, is_first: bool) -> None:
 
 def is_added_to(variable: tf.Variable, value: tf.Tensor) -> bool:
     """Return whether a traced value is, or may be, that of `variable` plus others."""
-    value = _outside(value)
+    value = outside_of(value)
     if not tf.is_symbolic_tensor(value):
         return False
     kind, inputs = value.op.type, value.op.inputs
     if kind == "ReadVariableOp":
-        return _outside(inputs[0]) is variable.handle
+        return outside_of(inputs[0]) is variable.handle
     if kind in _ADDITIONS:
         return sum(is_added_to(variable, each) for each in inputs) == 1
     if kind == "SelectV2":
@@ -128,75 +130,44 @@ def not_averaged(variable: tf.Variable, value: tf.Tensor, graph: Any) -> str | N
     Args:
         graph: of the step.
     """
-    value = _outside(value)
-    while tf.is_symbolic_tensor(value) and value.op.type in (*_KEEPING, *_PARTS):
-        value = _outside(value.op.inputs[0])
+    value = _kept(value)
     if not tf.is_symbolic_tensor(value):
         return None
     kind, inputs = value.op.type, list(value.op.inputs)
-    others = [t for t in inputs if not _is_part_of(variable, t)]
+    others = [t for t in inputs if not is_added_to(variable, _kept(t))]
     if kind in _COMBINING and len(others) < len(inputs):
         # A queue of means is a mean of queues.
         of_rows = [t for t in others if kind != "ConcatV2" or t.shape[:1] == [None]]
         if any(depends_on_batch(t, graph) for t in of_rows):
             return _COMBINING[kind]
-    if value.op.type == "AddV2":
-        one, other = value.op.inputs
+    if kind == "AddV2":
+        one, other = inputs
         added = other if is_added_to(variable, one) else one
         if is_added_to(variable, value) and _is_of_shapes(added):
             return "its value and a number of rows"
     return None
 
 
-def _is_part_of(variable: tf.Variable, value: tf.Tensor) -> bool:
-    value = _outside(value)
+def _kept(value: tf.Tensor) -> tf.Tensor:
+    """The value that a tensor is, or is a part of, in another type or shape."""
+    value = outside_of(value)
     while tf.is_symbolic_tensor(value) and value.op.type in (*_KEEPING, *_PARTS):
-        value = _outside(value.op.inputs[0])
-    return is_added_to(variable, value)
+        value = outside_of(value.op.inputs[0])
+    return value
 
 
 def _is_of_shapes(value: tf.Tensor) -> bool:
     """Whether a traced value follows from shapes, and from nothing else but constants."""
-    waiting, found = [value], False
-    while waiting:
-        tensor = _outside(waiting.pop())
-        if not tf.is_symbolic_tensor(tensor):
-            continue
-        if tensor.op.type in ("Shape", "Size"):
-            found = True
-        elif tensor.op.type == "Const":
-            continue
-        elif not tensor.op.inputs or tensor.op.type == "ReadVariableOp":
-            return False
-        else:
-            waiting += tensor.op.inputs
-    return found
+    ends = {*_SHAPES, "ReadVariableOp"}
+    operations = [tensor.op for tensor in upstream([value], ends)]
+    kinds = {op.type for op in operations if op.type in ends or not op.inputs}
+    return bool(kinds & _SHAPES) and kinds <= {*_SHAPES, "Const"}
 
 
 def depends_on_batch(value: Any, graph: Any) -> bool:
     """Return whether a traced value is computed from an argument of the step that `graph` is of."""
-    waiting, seen = [value], set()
-    while waiting:
-        tensor = _outside(waiting.pop())
-        if not tf.is_symbolic_tensor(tensor) or id(tensor.op) in seen:
-            continue
-        seen.add(id(tensor.op))
-        if tensor.op.type == "Placeholder" and tensor.graph is graph:
-            return True
-        if tensor.op.type != "ReadVariableOp":
-            waiting += tensor.op.inputs
-    return False
-
-
-def _outside(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor that a graph inside of another one, as a branch is, has `tensor` from."""
-    while tf.is_symbolic_tensor(tensor) and tensor.op.type == "Placeholder":
-        captures = getattr(tensor.graph, "captures", ())
-        found = [outer for outer, inner in captures if inner is tensor]
-        if not found:
-            break
-        tensor = found[0]
-    return tensor
+    found = upstream([value], {"ReadVariableOp"})
+    return any(t.op.type == "Placeholder" and t.graph is graph for t in found)
 
 
 def constant_of(value: Any) -> np.ndarray | None:

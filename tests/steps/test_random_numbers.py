@@ -14,6 +14,20 @@ from tests.tf_distribute.test_features import trainer
 ROWS = 2  # of each replica
 
 
+def of_replicas(strategy: str, step: Callable[[Any], Any], data: Callable[[], Any]) -> list[Any]:
+    """For each step, what it returns on each replica of this process, as lists."""
+    with trainer(strategy, seed=3) as it:
+        found = []
+        for x in it.distribute(data()):
+            results = it.run(step, x)
+            if strategy == "mirrored":
+                each = zip(*map(it.strategy.experimental_local_results, results), strict=True)
+            else:
+                each = [results]
+            found.append([[draw.numpy().tolist() for draw in draws] for draws in each])
+        return found
+
+
 def drawn(strategy: str) -> Any:
     """What two steps draw on each replica of this process, for rows and for the batch."""
     import tensorflow as tf
@@ -28,16 +42,7 @@ def drawn(strategy: str) -> Any:
         of_batch = [tf.random.uniform([3], seed=6), tf.random.normal([3, ROWS])[:, 0]]
         return tf.stack(noise), chosen, mask, tf.stack(of_batch)
 
-    with trainer(strategy, seed=3) as it:
-        found = []
-        for x in it.distribute(tf.data.Dataset.range(4 * ROWS).batch(2 * ROWS)):
-            results = it.run(step, x)
-            if strategy == "mirrored":
-                each = zip(*map(it.strategy.experimental_local_results, results), strict=True)
-            else:
-                each = [results]
-            found.append([[draw.numpy().tolist() for draw in draws] for draws in each])
-        return found
+    return of_replicas(strategy, step, lambda: tf.data.Dataset.range(4 * ROWS).batch(2 * ROWS))
 
 
 @pytest.mark.quick("data_parallel")
@@ -147,16 +152,8 @@ def drawn_by_keras(strategy: str) -> list[tuple[Any, Any]]:
         of_rows = [tf.reshape(each, [-1]) for each in of_rows]
         return tf.concat(of_rows, 0), masks, tf.stack(of_batch)
 
-    with trainer(strategy, seed=3) as it:
-        found = []
-        for x in it.distribute(tf.data.Dataset.from_tensors(tf.ones(4 * ROWS)).repeat(2)):
-            results = it.run(step, x)
-            if strategy == "mirrored":
-                each = zip(*map(it.strategy.experimental_local_results, results), strict=True)
-            else:
-                each = [results]
-            found.append([[draw.numpy().tolist() for draw in draws] for draws in each])
-        return found
+    ones = np.ones(4 * ROWS, "float32")
+    return of_replicas(strategy, step, lambda: tf.data.Dataset.from_tensors(ones).repeat(2))
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "mirrored"])
