@@ -248,12 +248,16 @@ class MpiGradients(GradientCollectives):
             convert(array, wide)
         if weight == 0:
             wide.fill(0)
-        elif weight != 1:
-            np.multiply(wide, wide.dtype.type(weight), out=wide)
+        factor, opened = wide.dtype.type(weight or 1), self.communicators
+        if wire is None and opened.shared is not None:
+            opened.shared.sum_in_place(array, "gradients", factor)
+            return
+        if factor != 1:
+            np.multiply(wide, factor, out=wide)
         total = wide if wire is None else np.empty(wide.size, wire)
         what = "gradients" if wire is None else "16-bit gradients"
-        if (hosts := self.communicators.hosts) is not None:
-            hosts.sum(wide, total, what)
+        if opened.hosts is not None:
+            opened.hosts.sum(wide, total, what)
         else:
             if total is not wide:
                 convert(wide, total)
@@ -272,15 +276,10 @@ class MpiGradients(GradientCollectives):
         self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder, compressed: bool
     ) -> list[tf.Tensor]:
         """The sums of dense gradients of one dtype."""
-        parts, factor = gradients, weight
-        if not tf.executing_eagerly():
-            wide = self._wire_of(parts[0].dtype, compressed) is None or parts[0].dtype == tf.float32
-            # What is narrow, or will be, is weighted in float32, on the host.
-            parts, rest = _private(parts, weight if wide else tf.ones([], tf.float64))
-            factor = rest if wide else weight
+        parts = gradients if tf.executing_eagerly() else _private(gradients)
         call = self._timed(self.sum_bucket if compressed else self.sum_uncompressed)
-        outputs = order.on_host(call, [factor, *parts], [part.dtype for part in parts])
-        return [tf.ensure_shape(x, g.shape) for x, g in zip(outputs, gradients, strict=True)]
+        outputs = order.on_host(call, [weight, *parts], [part.dtype for part in parts])
+        return [tf.reshape(x, _shape_of(g)) for x, g in zip(outputs, gradients, strict=True)]
 
     def _reduce_slices(
         self, slices: tf.IndexedSlices, weight: tf.Tensor, order: InOrder
@@ -331,36 +330,41 @@ _SAID = {  # in a trace
     "gather_slices": "rows of sparse gradients",
     "_sum_array": "sum in the forward pass",
 }
-_products = count(1)
+_copies = count(1)
+
+
+def _shape_of(gradient: tf.Tensor) -> Any:
+    """The shape of a gradient, without reading it where that is known."""
+    known = gradient.shape.is_fully_defined()
+    return gradient.shape if known else tf.shape(gradient)
 
 
 @cache
-def _one() -> tf.Tensor:
-    """The handle of a variable that is 1, which TensorFlow does not know as it optimizes a step."""
+def _flat() -> tf.Tensor:
+    """The handle of a variable that is [-1], which TensorFlow does not know as it optimizes a step,
+    nor that it has one element."""
     with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[], shared_name="ktrainer_one")
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.ones([], tf.float64))
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[None], shared_name="ktrainer_flat")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant([-1]))
         return handle
 
 
-def _private(
-    gradients: Sequence[tf.Tensor], weight: tf.Tensor
-) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Weighted gradients in memory that is read by what they are given to and by nothing else, and
-    the weight that is left to apply: 1, or 0 for a rank whose gradients are ignored.
+def _private(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Gradients, flat, in memory that is read by what they are given to and by nothing else.
 
-    A product is new, unless TensorFlow finds that nothing else will read a factor and writes it
-    there, which is the usual case. Its optimizer could still share one product: by computing equal
-    ones once (each has an attribute of its own), or by folding constants and dropping a factor of 1
-    (the factor is read from a variable).
+    A snapshot is a copy, unless TensorFlow finds that nothing else will read the memory of its
+    input and hands that on, which is the usual case. Its optimizer could still let two readers have
+    one snapshot: by making equal ones once (each has an attribute of its own), or by replacing that
+    of a constant by the constant (nothing of the shape that it is given is known before the step).
     """
-    one = tf.raw_ops.ReadVariableOp(resource=_one(), dtype=tf.float64)
-    one.set_shape([])  # else products have none
-    keep_outside_xla(one.op)
-    scale = weight * one
-    products = [gradient * tf.cast(scale, gradient.dtype) for gradient in gradients]
-    for product in products:
-        keep_outside_xla(product.op)._set_attr(
-            "_ktrainer_product", tf.compat.v1.AttrValue(i=next(_products))
-        )
-    return products, tf.cast(weight != 0, tf.float64)
+    shape = tf.raw_ops.ReadVariableOp(resource=_flat(), dtype=tf.int32)
+    keep_outside_xla(shape.op)
+    snapshots = []
+    for gradient in gradients:
+        flat = tf.raw_ops.Reshape(tensor=gradient, shape=shape)
+        snapshot = tf.raw_ops.Snapshot(input=flat)
+        for op in (flat.op, snapshot.op):
+            keep_outside_xla(op)
+        snapshot.op._set_attr("_ktrainer_copy", tf.compat.v1.AttrValue(i=next(_copies)))
+        snapshots.append(snapshot)
+    return snapshots

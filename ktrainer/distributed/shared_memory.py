@@ -3,7 +3,7 @@
 Each rank has a part of it: several buffers of 2 MiB, used in turn. An array is summed 2 MiB at a
 time; with two ranks each step passes over half of that:
 
-    each rank writes the others' segments of its array to a buffer of its part
+    each rank writes the others' segments of its array, weighted, to a buffer of its part
     barrier
     it adds up its own segment, read from the buffers of all ranks in order, and writes the sum
     barrier
@@ -59,25 +59,29 @@ class SharedMemory:
         spans = [slice(k * PIECE_BYTES, (k + 1) * PIECE_BYTES) for k in range(_BUFFERS)]
         self._buffers = cycle([[part[span] for part in parts] for span in spans])
 
-    def sum_in_place(self, array: np.ndarray, what: str) -> None:
-        """Replace a flat array by its sum over ranks, with the bits of `sum_in_place` by messages.
+    def sum_in_place(self, array: np.ndarray, what: str, weight: float = 1.0) -> None:
+        """Replace a flat array by its weighted sum over ranks, with the bits of `sum_in_place` by
+        messages.
 
         Args:
             array: contiguous; of the same length and dtype on all ranks.
             what: what is summed, for messages.
+            weight: of this rank's array, of its dtype.
         """
         length = PIECE_BYTES // array.itemsize
         for start in range(0, array.size, length):
-            self._sum_piece(array[start : start + length], f"all-reduce of {what}")
+            self._sum_piece(array[start : start + length], f"all-reduce of {what}", weight)
 
-    def _sum_piece(self, array: np.ndarray, what: str) -> None:
+    def _sum_piece(self, array: np.ndarray, what: str, weight: float) -> None:
         rank = self._comm.rank
         parts = [part[: array.nbytes].view(array.dtype) for part in next(self._buffers)]
         segments = segments_of(array, len(parts))
         shared = [segments_of(part, len(parts)) for part in parts]
         others = [each for each in range(len(parts)) if each != rank]
         for other in others:
-            shared[rank][other][:] = segments[other]
+            _copy_weighted(segments[other], weight, shared[rank][other])
+        if weight != 1:
+            _copy_weighted(segments[rank], weight, segments[rank])
         self._world.wait(self._comm.Ibarrier(), what)
         addends = [mine[rank] for mine in shared]
         addends[rank] = segments[rank]
@@ -116,6 +120,15 @@ class SharedMemory:
                     found[:] = part[: len(found)]
             taken += at_once
         return gathered
+
+
+def _copy_weighted(array: np.ndarray, weight: float, to: np.ndarray) -> None:
+    """Write `weight * array`; an overflow is an inf."""
+    if weight == 1:
+        to[:] = array
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.multiply(array, weight, out=to)
 
 
 def rows_at_once(arrays: Sequence[np.ndarray]) -> int:
