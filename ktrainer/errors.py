@@ -1,6 +1,6 @@
 """Errors that state what happened, why, and the remedy.
 
-All derive from `KtrainerError`, which distinguishes them from bugs.
+All but `Interrupted` derive from `KtrainerError`, which distinguishes them from bugs.
 """
 
 from __future__ import annotations

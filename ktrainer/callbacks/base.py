@@ -144,7 +144,7 @@ class Callback(keras.callbacks.Callback):
         """After an update, the `step`-th. `logs` are this rank's, perhaps still tensors."""
 
     def on_log(self, step: int, logs: Mapping[str, float]) -> None:
-        """Every `logging.every`: `logs` are floats, averaged over ranks. A callback may add values,
+        """Every `logging.every`: `logs` are floats, those of all ranks. A callback may add values,
         alike on all ranks: those after it see them, the loggers too."""
 
     def on_times(self, epoch: int, ranks: Sequence[Mapping[str, float]]) -> None:
@@ -161,7 +161,7 @@ class Callback(keras.callbacks.Callback):
         """Something that slows training was named (`logging.slow`), at that step."""
 
     def on_validation_end(self, step: int, logs: Mapping[str, float]) -> None:
-        """After a validation inside an epoch: `logs` have `val_` keys, averaged over ranks."""
+        """After a validation inside an epoch: `logs` have `val_` keys, and are of all ranks."""
 
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
         """After all other events of the `step`-th update: a state saved here is that of callbacks

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Say what a run would do, or why it cannot: processes, batches, and for a pipeline its "
         "stages, what goes between them, its schedule, memory and expected speed. A script is "
         "run in this one process up to its first fit; a configuration file is enough to "
-        "see the schedule. No other process is started, and nothing is trained. With --world, "
+        "see the schedule. Nothing is trained, and no other process is started. With --world, "
         "processes on this host or on --hosts measure some steps, and the plan is the step time of "
         "other numbers of processes, with its parts."
     )

@@ -117,7 +117,9 @@ def run(args: argparse.Namespace) -> int:
     args.trials = args.trials or most
     words.check()
     if find_spec("optuna") is None:
-        raise SetupError("ktrainer sweep needs Optuna: pip install 'ktrainer[sweep]'.")
+        raise SetupError(
+            'ktrainer sweep needs Optuna: in the checkout of ktrainer, pip install ".[sweep]".'
+        )
     from ktrainer.cli.sweep_results import SweepResults
     from ktrainer.tuning.sweep_study import OptunaError, answering
 

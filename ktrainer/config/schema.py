@@ -284,23 +284,24 @@ class LoggingConfig:
     """Progress display and log files.
 
     Attributes:
-        every: how often metrics are averaged over ranks, shown and logged inside an epoch, such as
-            "50ba", "0.5ep", "10s". Those of the whole epoch always are, so "1ep" adds nothing.
+        every: how often metrics of all ranks are shown and logged inside an epoch, such as "50ba",
+            "0.5ep", "10s". Those of the whole epoch always are, so "1ep" adds nothing.
         progress: rich: a live display. plain: lines. none: nothing. auto: rich on a terminal,
             else plain, as under mpirun.
-        slow: share of the time from which on a wait for data, or a callback, is named as slow, once
-            a fit; also named are ranks that compute longer than the others, or than before, for
-            lack of processors or memory, and slow links between hosts. null: nothing is named.
+        slow: share of the time from which on a wait for data, or a callback, is named as slow: once
+            a fit, and again if it returns after a long while. Also named are ranks that compute
+            longer than the others, or than before, for lack of processors or memory, and slow links
+            between hosts. null: nothing is named.
         csv: write metrics.csv to the run folder.
         tensorboard: write TensorBoard events to the run folder.
         histograms: with `tensorboard`, how often to write histograms of all weights and of their
             gradients, such as "1000ba". null: never.
         wandb: send rows to Weights & Biases: the arguments of `wandb.init`, such as
-            {project: digits, mode: offline}. null: off. Needs ktrainer[wandb].
+            {project: digits, mode: offline}. null: off. Needs the extra `wandb`.
         mlflow: send rows to MLflow: {experiment: digits, tracking_uri: sqlite:///mlflow.db or a
-            server, run_name: ..., tags: {...}}. null: off. Needs ktrainer[mlflow].
+            server, run_name: ..., tags: {...}}. null: off. Needs the extra `mlflow`.
         trackio: send rows to Trackio: the arguments of `trackio.init`, such as {project: digits}.
-            null: off. Needs ktrainer[trackio].
+            null: off. Needs the extra `trackio`.
         batch_logs: logs of callbacks at the end of a batch. rank: those of the rank itself, at no
             cost. all: the same logs on every rank, over all ranks, at the cost of two small
             all-reduces and of waiting after each batch.

@@ -111,7 +111,7 @@ def require_trackers(config: Config) -> None:
         wanted = getattr(config.logging, tracker) is not None
         if wanted and not config.trainer.fast_dev_run and find_spec(tracker) is None:
             raise ConfigError(
-                f"needs the package {tracker}, which is not installed: pip install "
-                f'"ktrainer[{tracker}]", or set logging.{tracker}=null.',
+                f"needs the package {tracker}, which is not installed: in the checkout of "
+                f'ktrainer, pip install ".[{tracker}]", or set logging.{tracker}=null.',
                 path=f"logging.{tracker}",
             )

@@ -474,7 +474,7 @@ def install_java() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_workers_are_tasks_of_a_spark_job(tmp_path):
-    pytest.importorskip("pyspark", reason="PySpark is not installed: pip install 'ktrainer[spark]'")
+    pytest.importorskip("pyspark", reason="PySpark is not installed: pip install '.[spark]'")
     install_java()
     program = Path(spark_data_service.__file__)
     words = ["--config", str(tmp_path / "service.json"), "--threads", "1"]

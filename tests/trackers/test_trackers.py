@@ -226,6 +226,6 @@ def test_the_launcher_refuses_before_any_process(tmp_path: Path) -> None:
 def test_a_missing_library_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktrainer.config.watch_checks.find_spec", lambda _: None)
     config = load_config(None, [f"logging.{name}={{}}"])
-    with pytest.raises(ConfigError, match=rf'pip install "ktrainer\[{name}\]"'):
+    with pytest.raises(ConfigError, match=rf'pip install "\.\[{name}\]"'):
         require_trackers(config)
     require_trackers(load_config(None, [f"logging.{name}={{}}", "trainer.fast_dev_run=true"]))
