@@ -42,7 +42,7 @@ class Triggers:
 
 
 def make_triggers(
-    config: Config, initial_epoch: int = 0, validation_epochs: frozenset[int] | None = None
+    config: Config, initial_epoch: int, validation_epochs: frozenset[int] | None
 ) -> Triggers:
     """Return the times from the configuration, durations parsed.
 
