@@ -30,15 +30,6 @@ if TYPE_CHECKING:
     from ktrainer.config import Config
     from ktrainer.training.recovery_protocol import Recovery
 
-_NONE: Mapping[str, Any] = {
-    "validation_split": 0.0,
-    "validation_data": None,
-    "class_weight": None,
-    "validation_freq": None,
-    "validation_batch_size": None,
-    "validation_steps": None,
-}
-
 
 class UserProgram(Program):
     """The place of a model's steps in a run whose steps are the user's own.
@@ -264,7 +255,7 @@ def open_steps(
     loop_model = LoopModel(as_list(model), as_list(optimizer), state, is_first)
     given["x"] = _global_batches(given["x"])
     given["callbacks"] = [LoopValues(state), *as_list(given["callbacks"])]
-    return Steps(trainer, fit_arguments(config, **given, **_NONE), loop_model, began)
+    return Steps(trainer, fit_arguments(config, **given), loop_model, began)
 
 
 def check_settings(config: Config) -> None:
