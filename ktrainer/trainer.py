@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -252,13 +251,17 @@ class Trainer(CustomLoop):
             DataError, ModelError: what was given cannot be evaluated.
             DivergenceError: ranks have different data.
         """
-        from ktrainer.training.evaluation import evaluate
+        from ktrainer.training.evaluation import evaluate_call
 
         model = resolve_model(self.backend, model)
-        run = partial(evaluate, common_logs=self._context().has_common_logs)
-        given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
-        given["verbose"] = verbose
-        logs = self._over("evaluate", run, model, x, y, sample_weight, **given)
+        given = {
+            "batch_size": batch_size,
+            "verbose": verbose,
+            "steps": steps,
+            "callbacks": callbacks,
+        }
+        call = self._pass("evaluate", model, x, y, sample_weight, **given)
+        logs = evaluate_call(self._context(), model, call)
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
     @leaves_strategy_scope
@@ -284,12 +287,17 @@ class Trainer(CustomLoop):
         Raises:
             DivergenceError: ranks have different data.
         """
-        from ktrainer.training.evaluation import predict
+        from ktrainer.training.evaluation import predict_call
 
         model = resolve_model(self.backend, model)
-        given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
-        given["verbose"] = verbose
-        return self._over("predict", predict, model, x, **given)
+        given = {
+            "batch_size": batch_size,
+            "verbose": verbose,
+            "steps": steps,
+            "callbacks": callbacks,
+        }
+        call = self._pass("predict", model, x, **given)
+        return predict_call(self._context(), model, call)
 
     @leaves_strategy_scope
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -411,19 +419,16 @@ class Trainer(CustomLoop):
             if outer.running:
                 outer.nested, self.state = self.state.nested, outer
 
-    def _over(
-        self, call: str, run: Callable[..., Any], model: Any, *data: Any, **given: Any
-    ) -> Any:
-        """Evaluate or predict over the data of a call."""
+    def _pass(self, name: str, model: Any, *data: Any, **given: Any) -> CallArguments:
+        """The arguments of a call of `evaluate` or `predict`, which begins."""
         from ktrainer.training.call_arguments import pass_arguments
-        from ktrainer.training.evaluation import run_over_data
 
-        arguments = pass_arguments(call, self.config, *data, **given)
+        call = pass_arguments(name, self.config, *data, **given)
         # Said once; of `fit`, its display says it.
-        new = [line for line in arguments.overruled if line not in self._shown]
+        new = [line for line in call.overruled if line not in self._shown]
         self._shown.update(new)
         if new and self.world.is_root and self.config.logging.progress != "none":
             print("\n".join(new), flush=True)
         if not self.state.running:  # stops and rollbacks mean the model that is trained
             self.state.model = model
-        return run_over_data(self._context(), model, arguments, run)
+        return call
