@@ -198,10 +198,8 @@ class Trainer(CustomLoop):
         from ktrainer.training.call_arguments import fit_arguments
 
         call = fit_arguments(self._config, **given)
-        with self._next_state(model, began):
-            self.state.model = resolve_model(self.backend, model)
-            with self._configured(call) as context:
-                return self._fit(context, call)
+        with self.call_context(model, call, began) as context:
+            return self._fit(context, call)
 
     def _fit(self, context: RunContext, call: CallArguments) -> keras.callbacks.History:
         from ktrainer.training.run import Run
@@ -213,16 +211,9 @@ class Trainer(CustomLoop):
         with self.backend.watching():
             run = Run(context, self.state, call, self.callbacks, self)
             try:
-                return run.train(self._recovery(run))
+                return run.train(self.choose_recovery(run))
             finally:
                 run.close()
-
-    def _recovery(self, run: Run) -> Recovery:
-        if not self.world.heals:
-            return NoRecovery(self.world)
-        from ktrainer.elastic import choose_recovery
-
-        return choose_recovery(run)
 
     @leaves_strategy_scope
     def evaluate(
@@ -254,13 +245,8 @@ class Trainer(CustomLoop):
         from ktrainer.training.evaluation import evaluate_call
 
         model = resolve_model(self.backend, model)
-        given = {
-            "batch_size": batch_size,
-            "verbose": verbose,
-            "steps": steps,
-            "callbacks": callbacks,
-        }
-        call = self._pass("evaluate", model, x, y, sample_weight, **given)
+        given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
+        call = self._pass("evaluate", model, x, y, sample_weight, verbose=verbose, **given)
         logs = evaluate_call(self._context(), model, call)
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
@@ -290,13 +276,8 @@ class Trainer(CustomLoop):
         from ktrainer.training.evaluation import predict_call
 
         model = resolve_model(self.backend, model)
-        given = {
-            "batch_size": batch_size,
-            "verbose": verbose,
-            "steps": steps,
-            "callbacks": callbacks,
-        }
-        call = self._pass("predict", model, x, **given)
+        given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
+        call = self._pass("predict", model, x, verbose=verbose, **given)
         return predict_call(self._context(), model, call)
 
     @leaves_strategy_scope
@@ -367,6 +348,28 @@ class Trainer(CustomLoop):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    # -- for `fit` and `steps`
+
+    @contextmanager
+    def call_context(self, model: Any, call: CallArguments, began: float) -> Iterator[RunContext]:
+        """Context of a `fit` of `model`, with a state of its own and the configuration of `call`.
+
+        Args:
+            began: the moment from which on its time is counted.
+        """
+        with self._next_state(model, began):
+            self.state.model = resolve_model(self.backend, model)
+            with self._configured(call) as context:
+                yield context
+
+    def choose_recovery(self, run: Run) -> Recovery:
+        """What happens when ranks of `run` are lost; all ranks call this together."""
+        if not self.world.heals:
+            return NoRecovery(self.world)
+        from ktrainer.elastic import choose_recovery
+
+        return choose_recovery(run)
+
     # -- inside
 
     def _start_tensorflow(self) -> None:
@@ -401,11 +404,7 @@ class Trainer(CustomLoop):
     @contextmanager
     def _next_state(self, model: Any, began: float) -> Iterator[None]:
         """Begin the state of a `fit`; after one that a callback has called, restore the state of
-        the outer one.
-
-        Args:
-            began: the moment from which on its time is counted.
-        """
+        the outer one."""
         outer = self.state
         if outer.running:
             check_nested(self._context(), self.model, model)
