@@ -96,8 +96,8 @@ class StrategyLoop(UserLoop):
         return tf.function(lambda *args: strategy.run(step, args=args), reduce_retracing=True)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        with super()._running(), self._guard():
+    def _explained(self) -> Iterator[None]:
+        with super()._explained(), self._guard():
             yield
 
 
