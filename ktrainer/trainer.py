@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,10 +198,8 @@ class Trainer(CustomLoop):
         from ktrainer.training.call_arguments import fit_arguments
 
         call = fit_arguments(self._config, **given)
-        with self._next_state(model, began):
-            self.state.model = resolve_model(self.backend, model)
-            with self._configured(call) as context:
-                return self._fit(context, call)
+        with self.call_context(model, call, began) as context:
+            return self._fit(context, call)
 
     def _fit(self, context: RunContext, call: CallArguments) -> keras.callbacks.History:
         from ktrainer.training.run import Run
@@ -214,16 +211,9 @@ class Trainer(CustomLoop):
         with self.backend.watching():
             run = Run(context, self.state, call, self.callbacks, self)
             try:
-                return run.train(self._recovery(run))
+                return run.train(self.choose_recovery(run))
             finally:
                 run.close()
-
-    def _recovery(self, run: Run) -> Recovery:
-        if not self.world.heals:
-            return NoRecovery(self.world)
-        from ktrainer.elastic import choose_recovery
-
-        return choose_recovery(run)
 
     @leaves_strategy_scope
     def evaluate(
@@ -252,13 +242,12 @@ class Trainer(CustomLoop):
             DataError, ModelError: what was given cannot be evaluated.
             DivergenceError: ranks have different data.
         """
-        from ktrainer.training.evaluation import evaluate
+        from ktrainer.training.evaluation import evaluate_call
 
         model = resolve_model(self.backend, model)
-        run = partial(evaluate, common_logs=self._context().has_common_logs)
         given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
-        given["verbose"] = verbose
-        logs = self._over("evaluate", run, model, x, y, sample_weight, **given)
+        call = self._pass("evaluate", model, x, y, sample_weight, verbose=verbose, **given)
+        logs = evaluate_call(self._context(), model, call)
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
     @leaves_strategy_scope
@@ -284,12 +273,12 @@ class Trainer(CustomLoop):
         Raises:
             DivergenceError: ranks have different data.
         """
-        from ktrainer.training.evaluation import predict
+        from ktrainer.training.evaluation import predict_call
 
         model = resolve_model(self.backend, model)
         given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
-        given["verbose"] = verbose
-        return self._over("predict", predict, model, x, **given)
+        call = self._pass("predict", model, x, verbose=verbose, **given)
+        return predict_call(self._context(), model, call)
 
     @leaves_strategy_scope
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -359,6 +348,28 @@ class Trainer(CustomLoop):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    # -- for `fit` and `steps`
+
+    @contextmanager
+    def call_context(self, model: Any, call: CallArguments, began: float) -> Iterator[RunContext]:
+        """Context of a `fit` of `model`, with a state of its own and the configuration of `call`.
+
+        Args:
+            began: the moment from which on its time is counted.
+        """
+        with self._next_state(model, began):
+            self.state.model = resolve_model(self.backend, model)
+            with self._configured(call) as context:
+                yield context
+
+    def choose_recovery(self, run: Run) -> Recovery:
+        """What happens when ranks of `run` are lost; all ranks call this together."""
+        if not self.world.heals:
+            return NoRecovery(self.world)
+        from ktrainer.elastic import choose_recovery
+
+        return choose_recovery(run)
+
     # -- inside
 
     def _start_tensorflow(self) -> None:
@@ -393,11 +404,7 @@ class Trainer(CustomLoop):
     @contextmanager
     def _next_state(self, model: Any, began: float) -> Iterator[None]:
         """Begin the state of a `fit`; after one that a callback has called, restore the state of
-        the outer one.
-
-        Args:
-            began: the moment from which on its time is counted.
-        """
+        the outer one."""
         outer = self.state
         if outer.running:
             check_nested(self._context(), self.model, model)
@@ -411,19 +418,16 @@ class Trainer(CustomLoop):
             if outer.running:
                 outer.nested, self.state = self.state.nested, outer
 
-    def _over(
-        self, call: str, run: Callable[..., Any], model: Any, *data: Any, **given: Any
-    ) -> Any:
-        """Evaluate or predict over the data of a call."""
+    def _pass(self, name: str, model: Any, *data: Any, **given: Any) -> CallArguments:
+        """The arguments of a call of `evaluate` or `predict`, which begins."""
         from ktrainer.training.call_arguments import pass_arguments
-        from ktrainer.training.evaluation import run_over_data
 
-        arguments = pass_arguments(call, self.config, *data, **given)
+        call = pass_arguments(name, self.config, *data, **given)
         # Said once; of `fit`, its display says it.
-        new = [line for line in arguments.overruled if line not in self._shown]
+        new = [line for line in call.overruled if line not in self._shown]
         self._shown.update(new)
         if new and self.world.is_root and self.config.logging.progress != "none":
             print("\n".join(new), flush=True)
         if not self.state.running:  # stops and rollbacks mean the model that is trained
             self.state.model = model
-        return run_over_data(self._context(), model, arguments, run)
+        return call

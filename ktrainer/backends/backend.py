@@ -54,7 +54,8 @@ class Backend(ABC):
 
     def build_model(self, build: Callable[[], Any]) -> Any:
         """Call the user's function that makes the model."""
-        return build()
+        with self.scope():
+            return build()
 
     @property
     def input_device(self) -> str | None:

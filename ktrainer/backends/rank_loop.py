@@ -16,7 +16,7 @@ from ktrainer.data.local_batch import LocalBatch
 from ktrainer.distributed.collectives import GradientCollectives, InOrder
 from ktrainer.distributed.world import World
 from ktrainer.errors import ConfigError, ModelError
-from ktrainer.steps.assertions import assert_in_graph, explain_assertions
+from ktrainer.steps.assertions import assert_in_graph
 from ktrainer.steps.assigned_variables import concatenated, split_like
 from ktrainer.steps.loop_step import LoopStep
 from ktrainer.steps.variable_broadcast import broadcast_variables
@@ -116,13 +116,13 @@ class RankLoop(UserLoop):
         return None
 
     def _sum_now(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        with self._running():
+        with self._explained():
             sums: list[tf.Tensor] = self._sum(tensors)
         return sums
 
     def _run_traced(self, compiled: LoopStep, args: tuple[Any, ...]) -> Any:
         self._trace(compiled, args)
-        with self._running():
+        with self._explained():
             return compiled.function(*args)
 
     @tf.autograph.experimental.do_not_convert
@@ -150,10 +150,10 @@ class RankLoop(UserLoop):
         self.world.step += 1
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         """Context in which the error of a collective is its own, not TensorFlow's."""
         try:
-            with explain_assertions():
+            with super()._explained():
                 yield
         except tf.errors.OpError as error:
             cause = self._collectives.failure(error)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -49,7 +49,9 @@ class UserLoop:
     @tf.autograph.experimental.do_not_convert
     def run(self, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run a step, compiled; return its result on each replica."""
-        with self._running():
+        if tf.executing_eagerly():
+            self.world.step += 1
+        with self._explained():
             return self._compiled(step)(*args)
 
     @tf.autograph.experimental.do_not_convert
@@ -86,13 +88,9 @@ class UserLoop:
     def _compile(self, step: Callable[..., Any]) -> Any:
         return as_function(step)
 
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Context of a step: counts it."""
-        if tf.executing_eagerly():
-            self.world.step += 1
-        with explain_assertions():
-            yield
+    def _explained(self) -> AbstractContextManager[None]:
+        """Context in which a step runs, and its errors are explained."""
+        return explain_assertions()
 
 
 def wide_type(tensor: tf.Tensor) -> tf.DType:

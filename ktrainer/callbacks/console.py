@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.console_text import (
     epochs_of,
     final_report,
@@ -36,6 +35,7 @@ from ktrainer.callbacks.reporter import Reporter
 from ktrainer.callbacks.throughput import Meter, Throughput
 from ktrainer.distributed import World
 from ktrainer.state.durations import Duration
+from ktrainer.state.nested_logs import as_floats
 from ktrainer.state.progress import Progress
 from ktrainer.state.slowness import Slow
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import keras
 
-from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.distributed import World
 from ktrainer.errors import ConfigError
 from ktrainer.runtime.run_folder import of_fit
 from ktrainer.state.durations import Duration
+from ktrainer.state.nested_logs import as_floats
 from ktrainer.state.progress import Progress
 
 LOG_END = "log_end"  # attribute of Keras' CSVLogger: `log_end` when a checkpoint was made

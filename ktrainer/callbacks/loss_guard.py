@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ktrainer.callbacks.base import Callback, as_floats
+from ktrainer.callbacks.base import Callback
 from ktrainer.distributed import World
 from ktrainer.state.durations import Every
-from ktrainer.state.nested_logs import losses_are_finite
+from ktrainer.state.nested_logs import as_floats, losses_are_finite
 from ktrainer.state.progress import Progress
 from ktrainer.steps.update_guard import LossOfStep, UpdateGuard, has_keras_step
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ktrainer.callbacks.base import Callback, as_floats
+from ktrainer.callbacks.base import Callback
 from ktrainer.distributed import World
 from ktrainer.state.durations import Duration, Every
+from ktrainer.state.nested_logs import as_floats
 
 
 class Reporter(Callback):

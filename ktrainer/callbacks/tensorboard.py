@@ -13,13 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.distributed import World
 from ktrainer.errors import ConfigError, SetupError
 from ktrainer.runtime.folder_lock import FolderLock
 from ktrainer.state.durations import Duration
-from ktrainer.state.nested_logs import flat
+from ktrainer.state.nested_logs import as_floats, flat
 from ktrainer.state.progress import Progress
 
 _PARTS = ("train", "validation", "epoch")

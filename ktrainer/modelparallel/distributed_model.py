@@ -16,7 +16,7 @@ from ktrainer.backends.pipeline.graph.call_recorder import CALLED_BY_USER
 from ktrainer.backends.pipeline.graph.stage_scopes import partition as on_stage
 from ktrainer.backends.pipeline.planned_model import PlannedModel
 from ktrainer.backends.pipeline.runtime.global_norm import count_over_stages, forget_stages
-from ktrainer.backends.pipeline.runtime.model_call import training_argument
+from ktrainer.backends.pipeline.runtime.model_call import single_input
 from ktrainer.backends.pipeline.runtime.stage_checks import (
     refuse_empty_stages,
     refuse_shared_statistics,
@@ -61,14 +61,8 @@ class DistributedModel(keras.Model):
                 "call it inside of a function decorated with @smp.step alone, where the stages "
                 "work together. All processes call that function together."
             )
-        training = training_argument(self, kwargs)
-        if len(args) != 1 or kwargs:
-            raise ModelError(
-                f"model {self.name!r} was called with {len(args)} positional arguments and "
-                f"{sorted(kwargs)}: a DistributedModel takes one, which may be nested (a tuple or "
-                "a dict of tensors), and training=True or False"
-            )
-        return run_through_stages(body, self, args[0], training)
+        inputs, training = single_input(self, args, kwargs)
+        return run_through_stages(body, self, inputs, training)
 
     @property
     def trainable_variables(self) -> list[Any]:

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from ktrainer.distributed.mpi_communicator import MpiComm
 
 _TAG = 0  # of objects, as in a pipeline's transport: tensors between stages have others
-_RANK_TYPES = {
-    CommGroup.WORLD: RankType.WORLD_RANK,
-    CommGroup.MP_GROUP: RankType.MP_RANK,
-    CommGroup.DP_GROUP: RankType.DP_RANK,
-}
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
@@ -35,7 +30,7 @@ def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
     world = _world(group)
     for rank in range(world.size):
         if rank != world.rank:
-            send(obj, rank, _RANK_TYPES[group])
+            send(obj, rank, RankType(group.value))
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:

@@ -54,11 +54,6 @@ class State:
     layout: Layout
     before: tuple[float, str]
 
-    @property
-    def deadline(self) -> float:
-        """Seconds that any wait for other ranks may last."""
-        return self.world.deadline
-
     def group(self, which: CommGroup | RankType) -> World:
         """The ranks of one of the three groups."""
         return {"world": self.world, "mp_group": self.mp, "dp_group": self.dp}[which.value]

@@ -32,7 +32,7 @@ from ktrainer.steps.step_helpers import (
     unmoved,
 )
 from ktrainer.steps.step_options import StepOptions
-from ktrainer.steps.update_guard import Before
+from ktrainer.steps.update_guard import StateBeforeStep
 from ktrainer.steps.update_in_parts import (
     GradientParts,
     Tensors,
@@ -61,22 +61,22 @@ class AccumulatedUpdate(UpdateInParts[LocalBatchLike]):
         options: StepOptions,
         collectives: GradientCollectives | None,
         rank: int,
-        spec: Any = None,
-        logged: LoggedResults | None = None,
+        spec: Any,
+        logged: LoggedResults,
     ) -> None:
         self.model, self.options, self.collectives, self.rank = model, options, collectives, rank
         self._spec = spec  # of all the data: one batch alone may be of one length
-        self._logged = logged or LoggedResults(model)
+        self._logged = logged
         self._gradients = GradientParts(model)
         self._sums: list[tf.Variable | None] = []
         self._assigned: dict[int, Any] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._before: Before | None = None
+        self._before: StateBeforeStep | None = None
         self._examples = 1
 
     def __call__(self, local_batches: Sequence[LocalBatchLike]) -> Any:
         """One update; returns the logs of its last local batch."""
-        self._before = Before(self.model) if self.options.guard is not None else None
+        self._before = StateBeforeStep(self.model) if self.options.guard is not None else None
         self._examples = max(sum(part.global_examples for part in local_batches), 1)
         return super().__call__(local_batches)
 

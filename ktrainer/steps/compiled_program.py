@@ -46,7 +46,7 @@ from ktrainer.steps.step_helpers import (
 )
 from ktrainer.steps.step_options import GradientHook, StepOptions
 from ktrainer.steps.train_many import StepLoop, can_loop, stack_local_batches
-from ktrainer.steps.update_guard import Before, check_one_update
+from ktrainer.steps.update_guard import StateBeforeStep, check_one_update
 from ktrainer.steps.xla_segments import compile_segments
 
 _WEIGHT = tf.TensorSpec([], tf.float64)
@@ -247,7 +247,7 @@ class CompiledProgram(Program):
 
         def distributed(batch: Any, weight: tf.Tensor) -> Any:
             context = self._context(batch, weight, hooks)
-            before = Before(self.model) if guard is not None else None
+            before = StateBeforeStep(self.model) if guard is not None else None
             if before is not None:
                 context.guard, context.loss = guard, before.loss
             with unmoved(moved_by_padding(self.model) if padding else []):

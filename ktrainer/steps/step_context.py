@@ -57,7 +57,7 @@ class GatheredRows:
     own: tf.Tensor
     total: tf.Tensor
     weight: tf.Tensor
-    views: bool = True
+    views: bool
 
 
 class TracedContext:

@@ -74,9 +74,7 @@ class StepLoop:
         all_logs: whether the logs of all steps are wanted.
     """
 
-    def __init__(
-        self, step: CompiledStep, ends_at_bad_loss: bool = False, all_logs: bool = False
-    ) -> None:
+    def __init__(self, step: CompiledStep, ends_at_bad_loss: bool, all_logs: bool) -> None:
         self._step, self._ends_at_bad_loss, self._all_logs = step, ends_at_bad_loss, all_logs
         self._logs = step.trace.structured_outputs
         self._specs = [spec for spec in tf.nest.flatten(self._logs) if spec is not None]

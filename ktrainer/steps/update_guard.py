@@ -93,7 +93,7 @@ class UpdateGuard:
         return loss > self.limit if scales_loss(optimizer) else bad
 
 
-class Before:
+class StateBeforeStep:
     """The variables that a step moves in its forward pass, as they were before.
 
     Args:
@@ -112,14 +112,14 @@ class Before:
         self._kept = [(v, tf.identity(v.value)) for v in kept]
         self.loss = LossOfStep(model)
 
-    def restore(self, bad: tf.Tensor, assigned: Mapping[int, Any] | None = None) -> None:
+    def restore(self, bad: tf.Tensor, assigned: Mapping[int, Any]) -> None:
         """Undo what a step has moved, if it is `bad`.
 
         Args:
-            assigned: the variables that it may have moved, by `id()`; None: any.
+            assigned: the variables that it may have moved, by `id()`.
         """
         for variable, value in self._kept:
-            if assigned is None or id(variable) in assigned:
+            if id(variable) in assigned:
                 variable.assign(tf.where(bad, value, variable.value))
 
     def logs(self, bad: tf.Tensor, logs: Any, logged: LoggedResults) -> Any:

@@ -8,5 +8,6 @@ updates_per_call.py: how many updates one call of the compiled step makes
 custom_loop.py: the Trainer's face for loops of the user's own; user_steps.py, loop_state.py: their
 run by `trainer.steps`
 history_log.py, run_facts.py: the record of the run
-resume.py, recovery_protocol.py, preemption.py: checkpoints at the start; lost ranks; signals
+resume.py, roll_back.py: checkpoints at the start, and later; recovery_protocol.py: lost ranks;
+preemption.py: signals
 """

@@ -98,13 +98,14 @@ def fit_arguments(
     sample_weight: Any,
     *,
     callbacks: Any,
-    validation_split: float,
-    validation_data: Any,
-    class_weight: Mapping[int, float] | None,
     initial_epoch: int,
     steps_per_epoch: int | None,
-    validation_freq: int | Collection[int] | None,
-    validation_batch_size: int | None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: int | Collection[int] | None = None,
+    class_weight: Mapping[int, float] | None = None,
     **settings: Any,
 ) -> CallArguments:
     """The arguments of `Trainer.fit` as `CallArguments`.
@@ -120,23 +121,25 @@ def fit_arguments(
     every, epochs = _validation_freq(validation_freq)
     if isinstance(validation_data, list):
         validation_data = tuple(validation_data)  # as in Keras; x alone would be several inputs
-    settings |= {"steps_per_epoch": steps_per_epoch, "validation_freq": every}
+    settings |= {
+        "validation_steps": validation_steps,
+        "steps_per_epoch": steps_per_epoch,
+        "validation_freq": every,
+    }
     validates = validation_data is not None or bool(validation_split)
     config, settings = limit_fit(config, settings, validates)
-    effective, overruled = merge_call_arguments(config, _validated(settings))
+    effective, overruled = _merge_arguments(config, _validated(settings))
     steps = settings["steps_per_epoch"] if config.origin(_KEYS["steps_per_epoch"]) is None else None
     if config.origin(_KEYS["validation_freq"]) is not None:
         epochs = None
-    data = pack_data(x, y, sample_weight)
+    data = _pack_data(x, y, sample_weight)
     if validation_split and validation_data is None:
         data, validation_data = split_validation(data, validation_split)
     if not _names_batch_size(config, settings["batch_size"]):
         if validation_batch_size is None:
-            overruled_limit = config.origin(_KEYS["validation_steps"]) is not None
-            limit = None if overruled_limit else settings["validation_steps"]
-            validation_batch_size = _batch_of(validation_data, limit)
-            if steps is not None:  # which makes no batches of validation data
-                validation_batch_size = validation_batch_size or config.data.batch_size
+            validation_batch_size = _validation_batch_size(
+                config, settings["validation_steps"], steps, validation_data
+            )
         effective = _with_batch(effective, _batch_of(data, steps))
     return CallArguments(
         effective,
@@ -173,8 +176,8 @@ def pass_arguments(
     _check_integer("steps", steps)
     steps = limit_steps(steps)
     given = _validated({"batch_size": batch_size})
-    effective, overruled = merge_call_arguments(config, given, call)
-    data = pack_data(x, y, sample_weight)
+    effective, overruled = _merge_arguments(config, given, call)
+    data = _pack_data(x, y, sample_weight)
     if not _names_batch_size(config, batch_size):
         effective = _with_batch(effective, _batch_of(data, steps))
     return CallArguments(
@@ -200,13 +203,28 @@ def _batch_of(data: Any, steps: int | None) -> int | None:
     return -(-rows // steps)
 
 
+def _validation_batch_size(
+    config: Config, validation_steps: int | None, steps: int | None, data: Any
+) -> int | None:
+    """Rows of a validation batch where no batch size was given; None for `data.batch_size`.
+
+    Args:
+        steps: `steps_per_epoch`, which may have set `data.batch_size` for the call.
+        data: to validate on.
+    """
+    overruled = config.origin(_KEYS["validation_steps"]) is not None
+    rows = _batch_of(data, None if overruled else validation_steps)
+    # `steps_per_epoch` makes no batches of validation data.
+    return rows if steps is None else rows or config.data.batch_size
+
+
 def _with_batch(config: Config, batch_size: int | None) -> Config:
     if batch_size is None:
         return config
     return config.with_changes(data=replace(config.data, batch_size=batch_size))
 
 
-def pack_data(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
+def _pack_data(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
     """Parts of data as one: a lone tuple is `(x, y, sample_weight)` already.
 
     Raises:
@@ -276,7 +294,7 @@ def _wrong(name: str, value: Any, wanted: str) -> ConfigError:
     return ConfigError(f"the argument {name} is {wanted}, not {value!r}.", value=value)
 
 
-def merge_call_arguments(
+def _merge_arguments(
     config: Config, given: Mapping[str, Any], call: str = "fit"
 ) -> tuple[Config, tuple[str, ...]]:
     """The configuration of one call, and a line for each argument that a key overrides.

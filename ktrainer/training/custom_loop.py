@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ktrainer.backends.backend import Backend
     from ktrainer.config import Config
-    from ktrainer.training.user_steps import Steps
+    from ktrainer.training.user_steps import Steps, StepsTrainer
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -135,7 +135,9 @@ class CustomLoop:
         began = time.perf_counter()
         from ktrainer.training.user_steps import open_steps
 
-        return open_steps(self, began, self._config, model, optimizer, state, **given)
+        return open_steps(
+            cast("StepsTrainer", self), began, self._config, model, optimizer, state, **given
+        )
 
     def reduce(self, op: Literal["sum", "mean"], value: Any) -> Any:
         """A result of `run`, summed or averaged over all replicas of all processes; nested

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from ktrainer.steps import Program
 from ktrainer.steps.metric_reduction import global_results
 
 if TYPE_CHECKING:
+    from ktrainer.config import DataConfig
     from ktrainer.data import Feed
     from ktrainer.distributed import World
     from ktrainer.state.train_state import TrainState
@@ -229,21 +230,16 @@ def logs_so_far(state: TrainState, world: World, of_step: bool = False) -> dict[
         return _global_logs(program, world, counted, "train", of_step)
 
 
-def run_over_data(
-    context: RunContext,
-    model: keras.Model,
-    call: CallArguments,
-    run: Callable[[Program, Feed, keras.callbacks.CallbackList, World], Any],
-) -> Any:
-    """Evaluate or predict over a call's data, with the program of the last call if it fits.
+@contextmanager
+def opened_pass(
+    context: RunContext, model: keras.Model, call: CallArguments, config: DataConfig
+) -> Iterator[tuple[Program, Feed, keras.callbacks.CallbackList]]:
+    """Context of one pass over a call's data, with the program of the last call if it fits.
 
     Args:
-        run: `evaluate` or `predict`.
+        config: how the data is read.
     """
     world, check = context.world, context.config.health.check_data
-    config = call.config.data
-    if run is predict:  # dealt out, the rows would come back in another order
-        config = replace(config, shard="batch", batch="global")
     program = context.program_for(model)
     feed = make_feed(
         call.data,
@@ -268,9 +264,24 @@ def run_over_data(
         if check and world.size > 1:
             check_consistency(world, data_facts=data_facts(feed, "given"))
         with context.backend.watching():
-            if run is not predict:
-                program.build(feed.spec, training=False)
-            broadcast_once(program, world)
-            return run(program, feed, callbacks, world)
+            yield program, feed, callbacks
     finally:
         feed.close()
+
+
+def evaluate_call(context: RunContext, model: keras.Model, call: CallArguments) -> dict[str, Any]:
+    """Loss and metrics over a call's data, as `evaluate`."""
+    world = context.world
+    with opened_pass(context, model, call, call.config.data) as (program, feed, callbacks):
+        program.build(feed.spec, training=False)
+        broadcast_once(program, world)
+        return evaluate(program, feed, callbacks, world, common_logs=context.has_common_logs)
+
+
+def predict_call(context: RunContext, model: keras.Model, call: CallArguments) -> Any:
+    """The outputs for a call's data, as `predict`."""
+    # Dealt out, the rows would come back in another order.
+    config = replace(call.config.data, shard="batch", batch="global")
+    with opened_pass(context, model, call, config) as (program, feed, callbacks):
+        broadcast_once(program, context.world)
+        return predict(program, feed, callbacks, context.world)

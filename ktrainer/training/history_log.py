@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ktrainer.callbacks.base import as_floats
 from ktrainer.callbacks.reporter import Reporter
 from ktrainer.checkpoint.best_metric import metric_direction
 from ktrainer.config.redact import redact_text, secrets_in
@@ -29,6 +28,7 @@ from ktrainer.errors import ConfigError
 from ktrainer.runtime import history_file
 from ktrainer.runtime.code_version import code_version
 from ktrainer.runtime.run_folder import library_versions
+from ktrainer.state.nested_logs import as_floats
 from ktrainer.state.progress import Progress
 from ktrainer.state.slowness import Slow
 from ktrainer.state.warning_log import on_one_line

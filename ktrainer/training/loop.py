@@ -58,14 +58,12 @@ import tensorflow as tf
 from ktrainer.callbacks.averaged_weights import keep_averages, swap_back, swapped_as_before
 from ktrainer.callbacks.base import emit
 from ktrainer.callbacks.callback_list import CallbackList
-from ktrainer.callbacks.csv_log import cut_logs_of_keras, logs_of_keras_kept
+from ktrainer.callbacks.csv_log import cut_logs_of_keras
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.checkpoint.contents.capture_state import variables_here
-from ktrainer.checkpoint.contents.plain_attributes import note_attributes
 from ktrainer.data import require_batches, warn_of_short_epochs
 from ktrainer.data.data_digests import batch_facts
 from ktrainer.runtime.devices import accelerator
-from ktrainer.state.durations import Every
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.nested_logs import flatten_paths, unflatten_paths
 from ktrainer.state.progress import Phase, Progress
@@ -78,16 +76,11 @@ from ktrainer.training.preemption import (
     SignalHandlers,
     checkpoint_and_exit,
 )
-from ktrainer.training.resume import (
-    resume_run,
-    roll_back,
-    skip_to_epoch,
-    updates_made,
-    warn_of_unknown_step,
-)
+from ktrainer.training.resume import find_start, warn_that_nothing_is_trained
+from ktrainer.training.roll_back import roll_back
 from ktrainer.training.slow_watch import SlowWatch
 from ktrainer.training.stop_decision import StopDecision
-from ktrainer.training.triggers import Triggers
+from ktrainer.training.triggers import DueEvents, Triggers
 from ktrainer.training.updates_per_call import UpdatesPerCall, catches_up, max_updates_per_call
 
 if TYPE_CHECKING:
@@ -147,9 +140,7 @@ class Loop:
         self.signals, self.recovery = signals, recovery
         self.program: Program = state.program
         self.model: keras.Model = state.model
-        validate = triggers.validate if state.validation is not None else None
-        self._validate_every = Every(validate, state.steps_per_epoch)
-        self._log_every = Every(triggers.log, state.steps_per_epoch)
+        self._due = DueEvents(triggers, state, context.world)
         self._per_call = UpdatesPerCall(
             context.config.trainer.steps_per_call,
             lambda: self.program.can_train_many,
@@ -179,24 +170,8 @@ class Loop:
 
     def begin(self) -> None:
         """Do everything before the first update."""
-        state, first, start = self.state, self.triggers.initial_epoch, self.state.progress
-        self.model.stop_training, self.model._initial_epoch = False, None
-        skip_to_epoch(state, first)
-        with logs_of_keras_kept(self.callbacks.callbacks):
-            self.callbacks.on_train_begin()
-        note_attributes(self.callbacks.callbacks)
-        asked = bool(self.model.stop_training)  # by a callback: obeyed after the next update
-        with state.times.of("checkpoint"):
-            of_another_call = resume_run(self.context, state, self.callbacks)
-        self.model.stop_training = asked or bool(self.model.stop_training)
-        resumed, made = state.progress is not start, 0
-        if not resumed:  # else a newer backup would skip epochs, with the older weights
-            said = int(self.model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
-            before = said, updates_made(self.model)
-            first, made = self.world.broadcast(before, what="initial epoch")
-        skip_to_epoch(state, first, made)
-        if self.world.is_root:
-            warn_of_unknown_step(state, self.callbacks, self.triggers.max_steps)
+        state = self.state
+        resumed, of_another_call = find_start(self.context, state, self.callbacks, self.triggers)
         self._start_clock()
         progress = state.progress
         if self.state.validation is None:
@@ -209,22 +184,7 @@ class Loop:
         self._end_due = progress.validation_due or (ended and progress.batch > 0)
         self._cut_logs(resumed)
         if resumed and self._stop.is_final and self.world.is_root:
-            self._warn_that_nothing_is_trained(of_another_call)
-
-    def _warn_that_nothing_is_trained(self, of_another_call: str | None) -> None:
-        if self.state.feed.exhausted and self.state.progress.epoch < self.triggers.epochs:
-            warnings.warn(
-                "the checkpoint was made after its iterator had been read to the end, so nothing "
-                "is trained; to read the new iterator, set checkpoint.resume=never or pass "
-                f"initial_epoch={self.state.progress.epoch}",
-                stacklevel=5,
-            )
-        elif of_another_call:
-            warnings.warn(
-                f"nothing is trained, because {of_another_call}, and it has done all epochs of "
-                "this one",
-                stacklevel=5,
-            )
+            warn_that_nothing_is_trained(state, self.triggers.epochs, of_another_call)
 
     def _cut_logs(self, resumed: bool) -> None:
         """Have Keras' CSVLogger continue where training does, unless a later `fit` of the script
@@ -269,8 +229,7 @@ class Loop:
         )
         self._started = time.monotonic() - progress.elapsed
         before = replace(progress, step=callbacks_up_to[0], batch=callbacks_up_to[1])
-        for every in (self._validate_every, self._log_every):
-            every.heal(before)
+        self._due.heal(before)
         self._watch.ranks_changed()
         self._per_call.discard_pending()
         return before
@@ -278,8 +237,7 @@ class Loop:
     def _start_clock(self) -> None:
         """Count time and intervals from where a restore left them."""
         self._started = time.monotonic() - self.state.progress.elapsed
-        for every in (self._validate_every, self._log_every):
-            every.start(self.state.progress)
+        self._due.start()
 
     # -- the loops
 
@@ -347,7 +305,7 @@ class Loop:
         if cut:
             emit(self.callbacks.callbacks, "on_epoch_cut", epoch)
         logs = logs_so_far(state, self.world)
-        if self._due(self._validate_every, epoch_end=True) and self.triggers.validates_after(epoch):
+        if self._due.validates_at_end(epoch):
             logs |= self._validation.run(keep=cut)
         else:
             if begun:  # maybe its validation was interrupted, and is not due after a resume
@@ -474,16 +432,15 @@ class Loop:
         if state.rollback is not None:
             with state.times.of("checkpoint"):
                 roll_back(state, self.world, self.callbacks)
-            for every in (self._validate_every, self._log_every):
-                every.start(progress)
+            self._due.start()
         common = self.context.has_common_logs
         batch_logs = logs_so_far(state, self.world, of_step=True) if common else logs
         self.callbacks.on_train_batch_end(progress.batch - 1, batch_logs)
-        if self._due(self._log_every) or state.log_due:
+        if self._due.logs() or state.log_due:
             state.log_due = False
             so_far = logs_so_far(state, self.world, of_step=True)
             emit(ours, "on_log", progress.step, dict(so_far))
-        if self._due(self._validate_every):
+        if self._due.validates():
             self._validation.run_inside_epoch()
         emit(ours, "on_step_checkpoint", progress.step, logs)
         self._watch.mark(self._updates_made)
@@ -504,16 +461,9 @@ class Loop:
         """The most updates in one call for which callbacks, validation and logs can wait."""
         if self.model.stop_training and self.world.size == 1:  # asked for before the first update
             return 1
-        regular = (self._validate_every, self._log_every)
-        limits = [every.updates_until_due(self.state.progress) for every in regular]
-        limits += [max_updates_per_call(callback) for callback in self.callbacks.callbacks]
+        limits = [max_updates_per_call(callback) for callback in self.callbacks.callbacks]
+        limits.append(self._due.updates_until_due())
         return min((limit for limit in limits if limit is not None), default=None)
-
-    def _due(self, every: Every, epoch_end: bool = False) -> bool:
-        due = every.due(self.state.progress, epoch_end=epoch_end)
-        if every.needs_agreement:  # clocks differ: rank 0's decides
-            due = bool(self.world.broadcast(due, what="is it time"))
-        return due
 
 
 def _state_of(model: keras.Model) -> list[Any]:

@@ -1,8 +1,6 @@
-"""Resume a run or roll it back; the `key=value` words with which to resume it.
+"""The start of a run: from a checkpoint, or with an epoch; the words with which to resume it.
 
-resume_run              at the start, what `checkpoint.resume` asks for
-skip_to_epoch           at the start, `initial_epoch`
-roll_back               in the middle of a run, to its last checkpoint
+find_start              from `on_train_begin` to where training begins
 words_to_resume         at the end, what to add to the command
 """
 
@@ -13,13 +11,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ktrainer.callbacks.averaged_weights import swap_back
-from ktrainer.callbacks.base import emit
+from ktrainer.callbacks.csv_log import logs_of_keras_kept
 from ktrainer.callbacks.learning_rate import LearningRate, plain_optimizers
 from ktrainer.checkpoint import resume
-from ktrainer.checkpoint.checkpoint_callback import Checkpoint
+from ktrainer.checkpoint.contents.plain_attributes import note_attributes
 from ktrainer.checkpoint.format.checkpoint_store import Store
 from ktrainer.data import restore_position
 from ktrainer.distributed.restart_records import run_before
@@ -28,13 +25,70 @@ from ktrainer.errors import CheckpointError
 if TYPE_CHECKING:
     import keras
 
-    from ktrainer.distributed import World
-    from ktrainer.state.progress import Progress
+    from ktrainer.callbacks.callback_list import CallbackList
     from ktrainer.state.train_state import TrainState
     from ktrainer.training.context import RunContext
+    from ktrainer.training.triggers import Triggers
 
 
-def resume_run(
+def find_start(
+    context: RunContext, state: TrainState, callbacks: CallbackList, triggers: Triggers
+) -> tuple[bool, str | None]:
+    """Call `on_train_begin`, then set where training begins: `state.progress`. All ranks together.
+
+    Returns:
+        Whether that is a checkpoint; and how the call differs from that whose checkpoint it is,
+        None if it does not.
+
+    Raises:
+        CheckpointError: nothing can be restored, or what there is belongs to another `fit`.
+    """
+    model, world, start, first = state.model, context.world, state.progress, triggers.initial_epoch
+    model.stop_training, model._initial_epoch = False, None
+    _skip_to_epoch(state, first)
+    with logs_of_keras_kept(callbacks.callbacks):
+        callbacks.on_train_begin()
+    note_attributes(callbacks.callbacks)
+    asked = bool(model.stop_training)  # by a callback: obeyed after the next update
+    with state.times.of("checkpoint"):
+        of_another_call = _resume_run(context, state, callbacks)
+    model.stop_training = asked or bool(model.stop_training)
+    resumed, made = state.progress is not start, 0
+    if not resumed:  # else a newer backup would skip epochs, with the older weights
+        said = int(model._initial_epoch or first)  # by Keras' BackupAndRestore, on rank 0
+        before = said, _updates_made(model)
+        first, made = world.broadcast(before, what="initial epoch")
+    _skip_to_epoch(state, first, made)
+    if world.is_root:
+        _warn_of_unknown_step(state, callbacks, triggers.max_steps)
+    return resumed, of_another_call
+
+
+def warn_that_nothing_is_trained(
+    state: TrainState, epochs: int, of_another_call: str | None
+) -> None:
+    """Warn where the checkpoint that a run resumes has no updates left, and that may be a mistake.
+
+    Args:
+        epochs: of the run, in all.
+        of_another_call: as `find_start` returns it.
+    """
+    if state.feed.exhausted and state.progress.epoch < epochs:
+        warnings.warn(
+            "the checkpoint was made after its iterator had been read to the end, so nothing "
+            "is trained; to read the new iterator, set checkpoint.resume=never or pass "
+            f"initial_epoch={state.progress.epoch}",
+            stacklevel=5,
+        )
+    elif of_another_call:
+        warnings.warn(
+            f"nothing is trained, because {of_another_call}, and it has done all epochs of "
+            "this one",
+            stacklevel=5,
+        )
+
+
+def _resume_run(
     context: RunContext, state: TrainState, callbacks: keras.callbacks.CallbackList
 ) -> str | None:
     """Restore what `checkpoint.resume` asks for; all ranks together, after `on_train_begin`.
@@ -73,7 +127,7 @@ def resume_run(
         warnings.warn(
             "training had been stopped when the checkpoint was made, so no update is made; "
             "checkpoint.resume=never starts afresh",
-            stacklevel=3,
+            stacklevel=4,
         )
     return other
 
@@ -148,13 +202,13 @@ def _resume_mode(context: RunContext, state: TrainState) -> tuple[str, str | Non
             warnings.warn(
                 f"checkpoint.resume={mode} is where the first call of fit begins; this is "
                 f"number {state.fits}, which begins with the model as it is",
-                stacklevel=5,
+                stacklevel=6,
             )
         return "never", None
     return mode, None
 
 
-def skip_to_epoch(state: TrainState, epoch: int, made: int = 0) -> None:
+def _skip_to_epoch(state: TrainState, epoch: int, made: int = 0) -> None:
     """Begin with `epoch`, unless the position is beyond it.
 
     Args:
@@ -169,14 +223,14 @@ def skip_to_epoch(state: TrainState, epoch: int, made: int = 0) -> None:
         progress.step = progress.step if steps is None else epoch * steps
 
 
-def updates_made(model: keras.Model) -> int:
+def _updates_made(model: keras.Model) -> int:
     """The updates that the model's first optimizer has made; 0 if it has none."""
     first = next(iter(plain_optimizers(model)), None)
     # Not `iterations`: with `gradient_accumulation_steps` that counts each so many updates.
     return 0 if first is None else int(first._iterations.numpy())
 
 
-def warn_of_unknown_step(
+def _warn_of_unknown_step(
     state: TrainState, callbacks: keras.callbacks.CallbackList, max_steps: int | None
 ) -> None:
     """Warn where training begins with a later epoch than the first, but with step 0, and something
@@ -191,61 +245,8 @@ def warn_of_unknown_step(
             f"training begins with epoch {state.progress.epoch + 1}, but {' and '.join(keys)} as "
             "at step 0: the data has no known length, and the optimizer has made no updates. "
             "Restore the optimizer too, or give fit steps_per_epoch.",
-            stacklevel=4,
+            stacklevel=5,
         )
-
-
-def roll_back(state: TrainState, world: World, callbacks: keras.callbacks.CallbackList) -> None:
-    """Restore the run's last checkpoint, as `request_rollback` asked for. All ranks together,
-    after the same step.
-
-    Weights, optimizers and callbacks, and with them the step, are those of the checkpoint; the
-    position in the data, the epoch, and the time spent, are those of now: the batches since are
-    not trained on again. The epoch's metrics start over. Without a checkpoint of this run, training
-    stops.
-    """
-    # Updates of the old weights that still run would change the restored ones.
-    state.program.finish()
-    state.program.abandon()
-    reason, model, now = state.rollback, state.model, state.progress
-    then = _restore_last(model, world, callbacks)
-    if then is None:
-        text = f"{reason}, and there is no checkpoint to go back to: training stops"
-        state.request_stop(text)
-    else:
-        text = f"{reason}: back to the checkpoint of step {then.step}, on with the next batch"
-        now.step, now.counted, model.stop_training = then.step, 0, False
-        model.reset_metrics()
-        swap_back(callbacks.callbacks)  # the checkpoint may be of an epoch's end, and this is none
-        emit(callbacks.callbacks, "on_restore", now)
-        state.update_invalid = False
-    state.rollback = None
-    state.counted.examples = 0  # as the metrics, which start over
-    if world.is_root:
-        warnings.warn(text, stacklevel=4)
-
-
-def _restore_last(
-    model: Any, world: World, callbacks: keras.callbacks.CallbackList
-) -> Progress | None:
-    """Restore the newest checkpoint of this run; None if there is none."""
-    savers = [c for c in callbacks.callbacks if isinstance(c, Checkpoint)]
-    for saver in savers:
-        saver.wait()
-    saved = (i for i, s in enumerate(savers) if world.is_root and s.latest() is not None)
-    which = world.broadcast(next(saved, None), 0, "rollback")
-    if which is None:
-        return None
-    return resume(
-        "auto",
-        str(savers[which].directory),
-        model=model,
-        world=world,
-        callbacks=callbacks.callbacks,
-        history=object(),  # History keeps its epochs
-        accepts=savers[which].is_in_history,
-        rollback=True,
-    )
 
 
 def words_to_resume(context: RunContext, state: TrainState, checkpoint: str | Path) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ktrainer.state.durations import Duration
+from ktrainer.state.durations import Duration, Every
 
 if TYPE_CHECKING:
     from ktrainer.config import Config
+    from ktrainer.distributed import World
+    from ktrainer.state.progress import Progress
+    from ktrainer.state.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Triggers:
 
 
 def make_triggers(
-    config: Config, initial_epoch: int = 0, validation_epochs: frozenset[int] | None = None
+    config: Config, initial_epoch: int, validation_epochs: frozenset[int] | None
 ) -> Triggers:
     """Return the times from the configuration, durations parsed.
 
@@ -62,6 +65,56 @@ def make_triggers(
         initial_epoch=initial_epoch,
         validation_epochs=validation_epochs,
     )
+
+
+class DueEvents:
+    """Decides when validation and logs are due, the same on every rank.
+
+    Args:
+        triggers: how often.
+        state: of the run; without validation data, validation is never due.
+        world: the ranks.
+    """
+
+    def __init__(self, triggers: Triggers, state: TrainState, world: World) -> None:
+        self._triggers, self._state, self._world = triggers, state, world
+        validate = triggers.validate if state.validation is not None else None
+        self._validate = Every(validate, state.steps_per_epoch)
+        self._log = Every(triggers.log, state.steps_per_epoch)
+
+    def start(self) -> None:
+        """Begin to count at the present progress."""
+        for every in (self._validate, self._log):
+            every.start(self._state.progress)
+
+    def heal(self, progress: Progress) -> None:
+        """Return to an earlier `progress`, after which updates are repeated."""
+        for every in (self._validate, self._log):
+            every.heal(progress)
+
+    def validates(self) -> bool:
+        """Whether to validate now, inside an epoch."""
+        return self._is_due(self._validate)
+
+    def validates_at_end(self, epoch: int) -> bool:
+        """Whether to validate now, at the end of an epoch."""
+        due = self._is_due(self._validate, epoch_end=True)
+        return due and self._triggers.validates_after(epoch)
+
+    def logs(self) -> bool:
+        """Whether to gather the logs of all ranks now."""
+        return self._is_due(self._log)
+
+    def updates_until_due(self) -> int | None:
+        """Updates until one of them is due; None if the end of an epoch or the clock decides."""
+        counts = [e.updates_until_due(self._state.progress) for e in (self._validate, self._log)]
+        return min((count for count in counts if count is not None), default=None)
+
+    def _is_due(self, every: Every, epoch_end: bool = False) -> bool:
+        due = every.due(self._state.progress, epoch_end=epoch_end)
+        if every.needs_agreement:  # clocks differ: rank 0's decides
+            due = bool(self._world.broadcast(due, what="is it time"))
+        return due
 
 
 def _duration(text: str | None) -> Duration | None:

@@ -7,8 +7,8 @@ The loop, its callbacks, checkpoints, signals and recovery are those of `fit`
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 import numpy as np
@@ -27,17 +27,29 @@ from ktrainer.training.run import Run
 from ktrainer.training.run_facts import end_facts
 
 if TYPE_CHECKING:
+    from ktrainer.backends.backend import Backend
     from ktrainer.config import Config
+    from ktrainer.distributed import World
+    from ktrainer.state.train_state import TrainState
+    from ktrainer.training.context import RunContext
     from ktrainer.training.recovery_protocol import Recovery
 
-_NONE: Mapping[str, Any] = {
-    "validation_split": 0.0,
-    "validation_data": None,
-    "class_weight": None,
-    "validation_freq": None,
-    "validation_batch_size": None,
-    "validation_steps": None,
-}
+
+class StepsTrainer(Protocol):
+    """The `ktrainer.Trainer` of a loop over `trainer.steps`."""
+
+    world: World
+    backend: Backend
+    state: TrainState
+    callbacks: list[keras.callbacks.Callback]
+
+    def call_context(
+        self, model: Any, call: CallArguments, began: float
+    ) -> AbstractContextManager[RunContext]:
+        """Context of the run, in which `state` is its own."""
+
+    def choose_recovery(self, run: Run) -> Recovery:
+        """What happens when ranks of `run` are lost; all ranks call this together."""
 
 
 class UserProgram(Program):
@@ -106,17 +118,17 @@ class Steps:
         began: the moment from which on its time is counted.
     """
 
-    def __init__(self, trainer: Any, call: CallArguments, model: LoopModel, began: float) -> None:
+    def __init__(
+        self, trainer: StepsTrainer, call: CallArguments, model: LoopModel, began: float
+    ) -> None:
         self._trainer, self._model, self._stack = trainer, model, ExitStack()
         self._running: Generator[Any, Any, None] | None = None
         self._logs: dict[str, Any] = {}
         self._of_epoch: dict[str, Any] = {}
         self._begun = self._over = False
         try:
-            self._stack.enter_context(trainer._next_state(model, began))
+            context = self._stack.enter_context(trainer.call_context(model, call, began))
             self._state = trainer.state
-            self._state.model = model
-            context = self._stack.enter_context(trainer._configured(call))
             self._user_loop = context.backend.loop
             self._stack.enter_context(trainer.backend.watching())
             run = StepsRun(context, self._state, call, trainer.callbacks, trainer)
@@ -124,7 +136,7 @@ class Steps:
             if context.world.heals:
                 self._user_loop.heal_steps([v for _, v in variables_here(model)])
                 self._stack.callback(self._user_loop.heal_steps, None)
-            self._running = run.steps(trainer._recovery(run))
+            self._running = run.steps(trainer.choose_recovery(run))
             self._stack.callback(self._running.close)
         except BaseException:
             self._stack.close()
@@ -238,7 +250,7 @@ def _is_bad(value: Any) -> bool:
 
 
 def open_steps(
-    trainer: Any,
+    trainer: StepsTrainer,
     began: float,
     config: Config,
     model: Any,
@@ -264,7 +276,7 @@ def open_steps(
     loop_model = LoopModel(as_list(model), as_list(optimizer), state, is_first)
     given["x"] = _global_batches(given["x"])
     given["callbacks"] = [LoopValues(state), *as_list(given["callbacks"])]
-    return Steps(trainer, fit_arguments(config, **given, **_NONE), loop_model, began)
+    return Steps(trainer, fit_arguments(config, **given), loop_model, began)
 
 
 def check_settings(config: Config) -> None:

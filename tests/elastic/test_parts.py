@@ -17,10 +17,10 @@ from ktrainer.callbacks.learning_rate import LearningRate
 from ktrainer.callbacks.loss_guard import LossGuard
 from ktrainer.data import Files
 from ktrainer.distributed import SingleWorld
-from ktrainer.elastic import check_callbacks, check_data, check_reopened
 from ktrainer.elastic.elastic_recovery import ElasticRecovery, updates_in_parts
 from ktrainer.elastic.just_in_time_recovery import JustInTimeRecovery
 from ktrainer.elastic.recovery_point import MetricCountsRow, VariableBackup
+from ktrainer.elastic.requirements import check_callbacks, check_data, check_reopened
 from ktrainer.errors import ConfigError, DataError, PeerLost, RanksLost
 from ktrainer.state.durations import Every
 from ktrainer.state.progress import Progress

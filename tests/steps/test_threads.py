@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
-    Contexts,
+    ReplicaContexts,
     with_settings_of_this_thread,
 )
 from ktrainer.steps.keras_patches import keras_patches
@@ -49,7 +49,7 @@ def test_data_beside_the_step_of_a_rank() -> None:
 
 
 def test_data_beside_the_steps_of_replicas() -> None:
-    truth, contexts = draw(), Contexts(lambda value: value)
+    truth, contexts = draw(), ReplicaContexts(lambda value: value)
     context = context_of_rank(1)
 
     def on_replica() -> Any:

@@ -35,7 +35,7 @@ from ktrainer.backends.pipeline.runtime.global_norm import counting_over_stages
 from ktrainer.backends.pipeline.runtime.model_call import (
     call_in_microbatches,
     inputs_of_call,
-    training_argument,
+    single_input,
 )
 from ktrainer.backends.pipeline.runtime.stage_checks import (
     common_logs,
@@ -240,17 +240,11 @@ class OwnStepProgram(StageProgram, CompiledProgram):
             symbolic = any(isinstance(x, keras.KerasTensor) for x in keras.tree.flatten(args))
             if layer is not self.model or symbolic:
                 return original(layer, *args, **kwargs)
-            training = training_argument(layer, kwargs)
-            if len(args) != 1 or kwargs:
-                raise ModelError(
-                    f"{type(layer).__name__} was called with {len(args)} positional arguments and "
-                    f"{sorted(kwargs)}: a model that is cut into stages takes one, which may be "
-                    "nested (a tuple or a dict of tensors), and training=True or False"
-                )
+            given, training = single_input(layer, args, kwargs)
             runner, context = self._runner, current_step()
             assert runner is not None
             runner.messages.order = InOrder() if context is None else context.order
-            (inputs,) = self.planned.as_cut((args[0],))
+            (inputs,) = self.planned.as_cut((given,))
             outputs, self._losses = call_in_microbatches(
                 runner, inputs, training, self.variant, context
             )

@@ -33,8 +33,6 @@ from ktrainer.steps.move_out_of_strategy import unwrap_variables
 from ktrainer.steps.program_interface import Program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import keras
 
     from ktrainer.backends.tf_distribute.parameter_server.worker_pool import WorkerPool
@@ -74,10 +72,6 @@ class TfDistribute(Backend):
         away = self.layout.strategy in ("parameter_server", "central_storage", "tpu")
         one_gpu = len(self.layout.devices) == 1 and self.layout.devices[0].startswith("GPU")
         return accelerator() if one_gpu and not away else None
-
-    def build_model(self, build: Callable[[], Any]) -> Any:
-        with self.scope():
-            return build()
 
     def prepare(self, model: keras.Model, options: StepOptions) -> Program:
         if self.layout.strategy == "default":

@@ -55,7 +55,7 @@ class ReplicatedProgram(Program):
         model: keras.Model,
         options: StepOptions,
         replicas: Replicas,
-        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        guard: Callable[[], AbstractContextManager[None]],
         agree: Callable[[bool], bool] = bool,
     ) -> None:
         if replicas.one_trace:  # compiled by XLA, as always on a TPU

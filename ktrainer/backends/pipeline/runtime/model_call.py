@@ -275,10 +275,21 @@ def inputs_of_call(model: keras.Model, kind: str, spec: Any) -> Any:
     )
 
 
-def training_argument(model: Any, kwargs: dict[str, Any]) -> bool:
-    """The `training` argument of a call, which is taken out of `kwargs`."""
-    given = kwargs.pop("training", None)
-    if given is None:
+def single_input(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    """The input of a call of a model that is cut, and its `training` argument.
+
+    Raises:
+        ModelError: it has other arguments.
+    """
+    others = sorted(set(kwargs) - {"training"})
+    if len(args) != 1 or others:
+        raise ModelError(
+            f"model {model.name!r} was called with {len(args)} positional arguments and {others}: "
+            "a model that is cut into stages takes one, which may be nested (a tuple or a dict of "
+            "tensors), and training=True or False"
+        )
+    training = kwargs.get("training")
+    if training is None:
         parameter = inspect.signature(model.call).parameters.get("training")
-        given = parameter is not None and parameter.default is True
-    return bool(given)
+        training = parameter is not None and parameter.default is True
+    return args[0], bool(training)

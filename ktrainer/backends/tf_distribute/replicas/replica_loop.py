@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute.distribute_lib import _DefaultDistributionExtended
 
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
-    Contexts,
+    ReplicaContexts,
     ReplicaScope,
-    assigned_once,
-    keras_as_one_replica,
-    losses_by_replica,
+    traced_on_replicas,
     with_settings_of_this_thread,
 )
 from ktrainer.backends.user_loop import ReduceOp, UserLoop, wide_type
@@ -96,8 +94,8 @@ class StrategyLoop(UserLoop):
         return tf.function(lambda *args: strategy.run(step, args=args), reduce_retracing=True)
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        with super()._running(), self._guard():
+    def _explained(self) -> Iterator[None]:
+        with super()._explained(), self._guard():
             yield
 
 
@@ -114,19 +112,16 @@ class ReplicaLoop(StrategyLoop):
     def __init__(self, *args: Any, collectives: GradientCollectives) -> None:
         super().__init__(*args)
         self._collectives = collectives
-        self._contexts = Contexts(self._first)
+        self._contexts = ReplicaContexts(self._first)
 
     def _compile(self, step: Callable[..., Any]) -> Any:
         function = as_function(step)
 
         def on_replicas(*args: Any) -> Any:
-            with ExitStack() as stack:
-                contexts: Any = self._contexts
-                stack.enter_context(loop_patches(contexts))
-                stack.enter_context(keras_as_one_replica())
-                stack.enter_context(losses_by_replica())
-                if self._local_replicas > 1:
-                    stack.enter_context(assigned_once(self._contexts))
+            with (
+                loop_patches(self._contexts.as_one()),
+                traced_on_replicas(self._contexts, self._local_replicas),
+            ):
                 on_each = with_settings_of_this_thread(lambda *own: self._on_each(function, own))
                 return self._strategy.run(on_each, args=args)
 

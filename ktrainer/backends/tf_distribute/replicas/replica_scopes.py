@@ -6,8 +6,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -32,7 +32,7 @@ from ktrainer.steps.variable_assignments import aggregation_of, assignments, con
 _SETTINGS = ("dtype_policy", "flash_attention", seed_generator.GLOBAL_SEED_GENERATOR)
 
 
-class Contexts(TracedContext):
+class ReplicaContexts(TracedContext):
     """Each replica's `StepContext`, as one object: `keras_patches` are the same for all.
 
     Attributes are those of the context that the present thread has entered.
@@ -47,6 +47,10 @@ class Contexts(TracedContext):
     def __init__(self, first: Callable[[Any], Any]) -> None:
         object.__setattr__(self, "_threads", threading.local())
         object.__setattr__(self, "_first", first)
+
+    def as_one(self) -> StepContext:
+        """The same object, as the `StepContext` that it stands for."""
+        return cast("StepContext", self)
 
     @contextmanager
     def entered(self, context: StepContext) -> Iterator[None]:
@@ -222,7 +226,7 @@ def replica_scope() -> ReplicaScope | None:
 
 
 @contextmanager
-def assigned_once(contexts: Contexts) -> Iterator[None]:
+def assigned_once(contexts: ReplicaContexts) -> Iterator[None]:
     """Refuse what replicas assign to a `tf.Variable` outside of the strategy: each one would."""
 
     def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -284,7 +288,22 @@ def keras_as_one_replica() -> Iterator[None]:
 
 
 @contextmanager
-def averages_of_own_rows(contexts: Contexts, warns: bool) -> Iterator[None]:
+def traced_on_replicas(contexts: ReplicaContexts, count: int) -> Iterator[None]:
+    """Replace what must be different in Keras and TensorFlow while any step is traced on replicas.
+
+    Args:
+        count: replicas in this process.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(keras_as_one_replica())
+        stack.enter_context(losses_by_replica())
+        if count > 1:
+            stack.enter_context(assigned_once(contexts))
+        yield
+
+
+@contextmanager
+def averages_of_own_rows(contexts: ReplicaContexts, warns: bool) -> Iterator[None]:
     """Let what TensorFlow divides by the number of replicas be that of one replica, in a step of
     `fit`: there the losses of replicas are means, and their weighted mean counts.
 
@@ -297,7 +316,7 @@ def averages_of_own_rows(contexts: Contexts, warns: bool) -> Iterator[None]:
         yield
 
 
-def _count_of_replicas(contexts: Contexts, owner: type, warns: bool) -> Replacement:
+def _count_of_replicas(contexts: ReplicaContexts, owner: type, warns: bool) -> Replacement:
     original: Any = vars(owner)["num_replicas_in_sync"]
 
     def get(self: Any) -> Any:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -31,27 +32,22 @@ from ktrainer.backends.tf_distribute.replicas.merge_outputs import (
     over_replicas,
 )
 from ktrainer.backends.tf_distribute.replicas.replica_batches import parts_of, spread
+from ktrainer.backends.tf_distribute.replicas.replica_metrics import metrics_of_replicas
 from ktrainer.backends.tf_distribute.replicas.replica_scopes import (
-    Contexts,
+    ReplicaContexts,
     ReplicaScope,
-    assigned_once,
     averages_of_own_rows,
-    keras_as_one_replica,
     leave_weight,
-    losses_by_replica,
-    outside_stateless_scope,
     refuse_weight,
-    replica_scope,
+    traced_on_replicas,
     with_settings_of_this_thread,
 )
 from ktrainer.distributed.collectives import GradientCollectives
-from ktrainer.runtime.monkeypatching import replaced
 from ktrainer.steps import optimizers_of
 from ktrainer.steps.keras_patches import keras_patches
 from ktrainer.steps.loss_scope import gather_loss_inputs
 from ktrainer.steps.metric_logs import LoggedResults
 from ktrainer.steps.metric_states import (
-    adds_up,
     leaf_metrics,
     unadded_metrics,
     warn_of_assigned_states,
@@ -68,8 +64,21 @@ from ktrainer.steps.step_helpers import (
 from ktrainer.steps.update_guard import LossOfStep, check_one_update
 
 Step = Callable[[Any], Any]
-# Variables, and the constants that a step has set them to before it adds; the same on all replicas.
-Assigned = list[tuple[Any, np.ndarray | None]]
+OldAndNew = tuple[list[tf.Tensor], list[tf.Tensor]]
+
+
+@dataclass
+class AssignedByStep:
+    """The variables that a step assigns, the same on all replicas.
+
+    Attributes:
+        statistics: those that are neither weights nor in `metrics`.
+        metrics: those of metrics whose values on parts of the data add up, and the constants that
+            the step has set them to before it adds; None: to none.
+    """
+
+    statistics: list[Any] = field(default_factory=list)
+    metrics: list[tuple[Any, np.ndarray | None]] = field(default_factory=list)
 
 
 class Replicas:
@@ -101,7 +110,7 @@ class Replicas:
         self.count, self.first, self.loss_scope = count, first, loss_scope
         self.one_trace = isinstance(strategy, tf.distribute.TPUStrategy)
         self.in_one_process = collectives is None or collectives.size == count
-        self.contexts = Contexts(lambda value: self.local(value)[0])
+        self.contexts = ReplicaContexts(lambda value: self.local(value)[0])
         self._entered: dict[int, StepContext] = {}
 
     def run(
@@ -130,7 +139,7 @@ class Replicas:
         if metrics:
             warn_of_assigned_states(leaf_metrics(self.model))
         counted = [(v, self._start_of(v, metrics)) for v in self._added_metrics()]
-        assigned: Assigned = []
+        assigned = AssignedByStep()
         settings.setdefault("uniform", is_uniform(batch))
 
         def on_replica(number: Any, part: Any) -> Any:
@@ -150,12 +159,11 @@ class Replicas:
         ):
             results = self._on_each(on_replica, parts_of(batch, counts, self.count))
         values, weights, statistics, added, bad = results
-        count = len(statistics)
-        metric_parts = zip(assigned[count:], added, strict=True)
+        metric_parts = zip(assigned.metrics, added, strict=True)
         return ReplicaOutcome(
             self.each(values),
             list(self.local(weights)),
-            [(v, self.local(s)[0]) for (v, _), s in zip(assigned[:count], statistics, strict=True)],
+            [(v, self.local(s)[0]) for v, s in zip(assigned.statistics, statistics, strict=True)],
             [(*each, self.local(parts)) for each, parts in metric_parts if metrics],
             self.local(bad)[0] if settings.get("guard") is not None else None,
         )
@@ -171,21 +179,21 @@ class Replicas:
         context: StepContext,
         step: Callable[[], Any],
         counted: Sequence[tuple[Any, tf.Tensor]],
-        assigned: Assigned,
+        assigned: AssignedByStep,
     ) -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
         """Run a step on one replica.
 
         Args:
             counted: variables of metrics, and the values that are added to.
-            assigned: filled with what the step assigns, these variables last.
+            assigned: filled with what the step assigns.
 
         Returns:
-            What the step returns, the new values of the other variables over all replicas, and what
-            this replica adds to `counted`.
+            What the step returns, the new values of statistics over all replicas, and what this
+            replica adds to metrics.
         """
-        last = {id(v) for v, _ in counted}
+        added_to = {id(v) for v, _ in counted}
 
-        def compute() -> tuple[Any, list[tf.Tensor], list[tf.Tensor]]:
+        def compute() -> tuple[Any, OldAndNew, OldAndNew]:
             with (
                 self.contexts.entered(context),
                 ReplicaScope(counted, self._weight_assigner(context), context.assigned) as scope,
@@ -193,25 +201,23 @@ class Replicas:
                 if context.guard is not None:
                     context.loss = LossOfStep(self.model)
                 values = step()
-            ordered = sorted(scope.assigned.values(), key=lambda v: id(v) in last)
-            found = [] if context.record else ordered
+            found = [] if context.record else list(scope.assigned.values())
             if context.collectives is not None:
                 warn_of_unlisted(self.model, scope.assigned)
-            assigned[:] = [(v, scope.constants.get(id(v))) for v in found]
-            old, new = (list(map(of, found)) for of in (scope.before, scope.get_current_value))
-            for variable, value in zip(found, new, strict=True):
+            statistics = assigned.statistics = [v for v in found if id(v) not in added_to]
+            metrics = [v for v in found if id(v) in added_to]
+            assigned.metrics = [(v, scope.constants.get(id(v))) for v in metrics]
+            of_statistics, of_metrics = (_old_and_new(scope, vs) for vs in (statistics, metrics))
+            new = [*of_statistics[1], *of_metrics[1]]
+            for variable, value in zip([*statistics, *metrics], new, strict=True):
                 warn_of_statistic(context, variable, value)
-            return values, old, new
+            return values, of_statistics, of_metrics
 
         if context.xla:
             compute = tf.function(compute, jit_compile=True, autograph=False)
-        values, old, new = compute()
-        others = [v for v, _ in assigned if id(v) not in last]
-        n = len(others)
-        added = [
-            if_present(context, more - start) for start, more in zip(old[n:], new[n:], strict=True)
-        ]
-        return values, over_replicas(context, others, old[:n], new[:n]), added
+        values, of_statistics, (starts, ends) = compute()
+        added = [if_present(context, end - start) for start, end in zip(starts, ends, strict=True)]
+        return values, over_replicas(context, assigned.statistics, *of_statistics), added
 
     def _weight_assigner(self, context: StepContext) -> Callable[[Any, Any], None]:
         """What is done with a value that a step assigns to a weight."""
@@ -327,67 +333,17 @@ class Replicas:
     def _replica_patches(self, metrics: bool) -> Iterator[None]:
         """Replace what must be different in Keras while a step is traced on replicas."""
         with ExitStack() as stack:
-            stack.enter_context(keras_patches(self.contexts, optimizers_of(self.model)))  # type: ignore[arg-type]
-            scope: Any = gather_loss_inputs(self.contexts, self.model, self.loss_scope)  # type: ignore[arg-type]
-            stack.enter_context(scope)
-            stack.enter_context(keras_as_one_replica())
-            stack.enter_context(losses_by_replica())
-            if self.count > 1:
-                stack.enter_context(assigned_once(self.contexts))
-            for metric in unadded_metrics(self.model) if metrics else []:
-                update, reset = metric.update_state, metric.reset_state
+            contexts = self.contexts.as_one()
+            stack.enter_context(keras_patches(contexts, optimizers_of(self.model)))
+            stack.enter_context(gather_loss_inputs(contexts, self.model, self.loss_scope))
+            stack.enter_context(traced_on_replicas(self.contexts, self.count))
+            if metrics:
                 stack.enter_context(
-                    replaced(
-                        (metric, "update_state", self._one_after_another(update)),
-                        (metric, "reset_state", self._once(reset)),
-                    )
+                    metrics_of_replicas(self.model, self.contexts, self._entered, self.each)
                 )
-            eager = metrics and tf.executing_eagerly()
-            for metric in leaf_metrics(self.model) if eager else []:
-                if adds_up(metric):
-                    stack.enter_context(replaced((metric, "reset_state", _noting_reset(metric))))
             yield
 
-    def _once(self, reset: Callable[[], None]) -> Callable[[], None]:
-        """A metric's `reset_state`, once for all replicas."""
 
-        def reset_once() -> None:
-            if tf.distribute.in_cross_replica_context():  # in the metric's own `update_state`
-                reset()
-            else:
-                self.contexts.call_once(lambda _: reset(), [])
-
-        return reset_once
-
-    def _one_after_another(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A metric's `update_state` that takes the outputs of all replicas, one by one."""
-
-        @tf.autograph.experimental.do_not_convert
-        def for_each(_: Any, args: Any, weights: Any) -> None:
-            every = zip(self.each(args), self.local(weights), strict=True)
-            for number, ((words, named), weight) in enumerate(every):
-                with self.contexts.entered(self._entered[number]), outside_stateless_scope():
-                    tf.cond(weight > 0, lambda w=words, n=named: _done(original(*w, **n)), _done)
-
-        def update_state(*words: Any, **named: Any) -> None:
-            replica = tf.distribute.get_replica_context()
-            replica.merge_call(for_each, args=((words, named), self.contexts.here.weight))
-
-        return update_state
-
-
-def _noting_reset(metric: Any) -> Callable[[], None]:
-    """A metric's `reset_state`: of a step that runs eagerly it is not known that it assigns
-    constants."""
-    original = metric.reset_state
-
-    def reset_state() -> None:
-        original()
-        if (scope := replica_scope()) is not None:
-            scope.note_reset(metric.variables)
-
-    return reset_state
-
-
-def _done(_: Any = None) -> tf.Tensor:
-    return tf.constant(0)
+def _old_and_new(scope: ReplicaScope, variables: Sequence[Any]) -> OldAndNew:
+    """The values of variables before a step that has run in a scope, and after it."""
+    return list(map(scope.before, variables)), list(map(scope.get_current_value, variables))
