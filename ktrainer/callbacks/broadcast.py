@@ -91,7 +91,7 @@ def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any
     """
     if world.size == 1:
         return
-    if not _has_variables(model):
+    if not _can_be_broadcast(model):
         raise ModelError(
             f"the model {model.name!r} has no variables yet, so they cannot be made equal on all "
             f"{world.size} ranks before the first step. Give it an Input layer, or call "
@@ -113,12 +113,19 @@ def broadcast_once(program: Program, world: World) -> None:
     """Broadcast the variables of a program's model, unless that was done since it was compiled and
     none was made since, or it has none yet."""
     count = len(program.model.variables)
-    needed = count != program.shared_variables and _has_variables(program.model)
+    needed = count != program.shared_variables and _can_be_broadcast(program.model)
     if world.heals:  # a rank that has joined may have another history
         needed = world.any(needed, "are variables to be broadcast")
     if needed:
         broadcast_model(program.model, world)
         program.shared_variables = count
+
+
+def _can_be_broadcast(model: Any) -> bool:
+    """Whether all variables exist that a step uses. Layers that are not built, after a step was
+    traced, are for another one, such as `test_step`; before a step that runs eagerly they may be
+    for that."""
+    return _has_variables(model) or (bool(model.variables) and not model.run_eagerly)
 
 
 def _has_variables(model: Any) -> bool:

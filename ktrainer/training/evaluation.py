@@ -49,6 +49,7 @@ def evaluate(
     """
     agree = agree or (lambda stop: world.any(stop, "stop evaluating"))
     program.build(feed.spec, training=False)
+    broadcast_once(program, world)
     program.model.stop_evaluating = False
     callbacks.on_test_begin()
     program.finish()  # updates that a failed `fit` may have scheduled
@@ -273,8 +274,6 @@ def evaluate_call(context: RunContext, model: keras.Model, call: CallArguments) 
     """Loss and metrics over a call's data, as `evaluate`."""
     world = context.world
     with opened_pass(context, model, call, call.config.data) as (program, feed, callbacks):
-        program.build(feed.spec, training=False)
-        broadcast_once(program, world)
         return evaluate(program, feed, callbacks, world, common_logs=context.has_common_logs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ktrainer import distributed
 from ktrainer.callbacks import BroadcastVariables
@@ -70,6 +71,50 @@ def test_before_the_first_evaluation(ranks, single: bool) -> None:
     for root, other in zip(*ranks(2).run(_of_own_weights, single), strict=True):
         assert root[0] == other[0] == pytest.approx(root[1], rel=1e-6)
         assert root[1] != other[1]
+
+
+class MoreToTest(keras.Model):
+    """Has a layer of which only `test_step` makes weights, and is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        self.head = keras.Sequential([keras.layers.Rescaling(0.5), keras.layers.Dense(1)])
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.body(batch, training=True) ** 2)
+        weights = self.body.trainable_variables
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, weights), weights, strict=True),
+        )
+        return {"loss": loss}
+
+    def test_step(self, batch: Any) -> dict[str, Any]:
+        return {"seen": tf.reduce_mean(self.head(batch))}
+
+
+def _weights_of_test_step() -> tuple[bool, list[np.ndarray]]:
+    from ktrainer import Trainer
+
+    x = np.arange(8, dtype="f").reshape(4, 2)
+    data = tf.data.Dataset.from_tensor_slices(x).batch(2)
+    with Trainer({"backend": "data_parallel", "logging": {"progress": "none"}}) as trainer:
+        model = MoreToTest()
+        model.compile("sgd")
+        keras.utils.set_random_seed(trainer.world.rank)
+        trainer.fit(model, data)
+        first = model.head.built
+        trainer.fit(model, data, validation_data=data)
+    return first, model.get_weights()
+
+
+def test_layers_of_test_step_alone_are_made_later(ranks) -> None:
+    (first, root), (_, other) = ranks(2).run(_weights_of_test_step)
+    assert not first  # so the step before trains without them
+    assert len(root) == len(other) == 4
+    for a, b in zip(root, other, strict=True):
+        assert np.array_equal(a, b)
 
 
 def _restored_by_root(size_of_bucket: int) -> list:
