@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ktrainer.cli.run_command import recorded_signals
 from ktrainer.launch.process_tree import wait_until_ended
 from tests.dist.harness.group import ROOT
 from tests.launch.conftest import SECONDS, launch_command
@@ -275,6 +276,19 @@ def test_ranks_may_end_in_their_own_way_after_sigterm(
         output = launcher.stdout.read()
         assert launcher.wait(20) == 75, output
         assert "saved" in output
+
+
+def test_signals_that_are_ignored_stay_so() -> None:
+    """As SIGHUP is under nohup, whose command is to outlive the terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with recorded_signals() as found:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert found == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_failure_after_a_signal_is_shown(script: Script, tmp_path: Path, within: Within) -> None:
