@@ -79,6 +79,8 @@ class RankGroup:
         self._state = GroupState(ranks, heals=joining > 0)
         self._warm = warm
         self._mergers = {"out": out, "err": err}
+        for merger in (out, err):
+            merger.restart()
         self._pipes = RankPipes(self._ranks)
         self._mpirun_output = b""
         self._signals = signals
