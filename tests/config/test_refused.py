@@ -163,6 +163,7 @@ def test_a_backend_is_a_name_or_a_group(value):
         (["trainer.deterministic=true", "seed=null"], "trainer.deterministic"),
         (["trainer.overfit_batches=2", "trainer.limit_train_batches=3"], "trainer.overfit_batches"),
         (["checkpoint.mode=max"], "checkpoint.mode"),
+        (["backend=data_parallel", "backend.powersgd_rank=8"], "backend.powersgd_rank"),
         (["lr.schedule=[{start: 5ep, multiplier: 1, end: 3ep}]"], "lr.schedule[0].end"),
     ],
 )
