@@ -209,6 +209,12 @@ def _read_override(word: str) -> tuple[str, Any, str]:
         raise ConfigError("a key is names joined by single dots, such as trainer.epochs.", path=key)
     if len(text) > _MOST_BYTES:
         raise ConfigError("the value is too long.", path=key)
+    if not text.strip():
+        raise ConfigError(
+            "there is nothing after the =, as where the name of a shell variable is misspelt. Give "
+            f"a value; {key}=null is none, and {key}=\"''\" an empty text.",
+            path=key,
+        )
     return key, _read_value(key, text), text
 
 

@@ -214,6 +214,8 @@ def test_interpolated_numbers_of_the_wrong_kind(monkeypatch):
     "word, says",
     [
         ("epochs", "write key=value"),
+        ("checkpoint.best=", "checkpoint.best=null is none"),
+        ("seed= ", "nothing after the ="),
         ("=3", "write key=value"),
         ("+trainer.epochs=3", "write trainer.epochs=VALUE"),
         ("--trainer.epochs=3", "write trainer.epochs=VALUE"),
