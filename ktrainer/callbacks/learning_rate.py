@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the global step.
+"""The learning rate as a pure function of the position: the step, or the epoch and its batch.
 
 Events used: `set_model` (wrap schedules before the step is traced), `on_train_begin` and
 `on_epoch_begin` (read rates that other callbacks restored; set the base rate), `on_step_begin` (set
@@ -6,10 +6,11 @@ the rate of the next step), `on_train_end` (set the base rate again).
 
     rate(step) = base * scale(size) * warmup(step) * product of the active multipliers
 
-Nothing is accumulated from step to step, so a resume, or a second `fit`, cannot compound. The
-base rate is the optimizer's when a `LearningRate` first saw it; it is part of the callback's state
-in a checkpoint. Other callbacks find it in the optimizer at the begin of an epoch, and of a batch,
-so that those which set a rate then, whatever the one before, set the base.
+Durations in epochs go by the epochs that are over, whatever number of updates they had. Nothing is
+accumulated from step to step, so a resume, or a second `fit`, cannot compound. The base rate is the
+optimizer's when a `LearningRate` first saw it; it is part of the callback's state in a checkpoint.
+Other callbacks find it in the optimizer at the begin of an epoch, and of a batch, so that those
+which set a rate then, whatever the one before, set the base.
 """
 
 from __future__ import annotations
@@ -107,12 +108,21 @@ class LearningRate(Callback):
     def factor(self, step: int) -> float:
         """The factor on the base rate in the update that follows `step` updates."""
         size, steps = self.world.nominal_replicas, self._given_steps or self.steps_per_epoch
-        factor = scale_factor(self.scale, size)
+        factor, epoch_step = scale_factor(self.scale, size), self._epoch_step(step)
         if self.warmup is not None and size > 1:
-            factor *= warmup_factor(step, self.warmup.steps(steps), size)
+            at = epoch_step if self.warmup.unit == "ep" else step
+            factor *= warmup_factor(at, self.warmup.steps(steps), size)
         for stage in self.schedule:
-            factor *= stage.factor(step, steps)
+            factor *= stage.factor(step, steps, epoch_step)
         return factor
+
+    def _epoch_step(self, step: int) -> int:
+        """How many updates the epochs up to `step` have at their present length: other than `step`
+        if a resume has changed the batch, say."""
+        progress, steps = self.progress, self.steps_per_epoch
+        if self._given_steps or steps is None:
+            return step
+        return step + progress.epoch * steps + progress.batch - progress.step
 
     @property
     def is_active(self) -> bool:

@@ -76,15 +76,24 @@ class LrStage:
         assert start is not None
         return cls(start=start, end=end, **values)
 
-    def factor(self, step: int, steps_per_epoch: int | None) -> float:
-        """The multiplier of the update that follows `step` updates; 1 outside of the stage."""
-        if step < self.start.steps(steps_per_epoch):
+    def factor(
+        self, step: int, steps_per_epoch: int | None, epoch_step: int | None = None
+    ) -> float:
+        """The multiplier of the update that follows `step` updates; 1 outside of the stage.
+
+        Args:
+            epoch_step: how many updates the epochs so far have at their present length, for
+                durations in epochs; default: `step`.
+        """
+        at = {"ba": step, "ep": step if epoch_step is None else epoch_step}
+        if at[self.start.unit] < self.start.steps(steps_per_epoch):
             return 1.0
-        if self.end is not None and step >= self.end.steps(steps_per_epoch):
+        if self.end is not None and at[self.end.unit] >= self.end.steps(steps_per_epoch):
             return 1.0
         if not callable(self.multiplier):
             return float(self.multiplier)
-        position = step / Duration(1, self.start.unit).steps(steps_per_epoch)
+        unit = self.start.unit
+        position = at[unit] / Duration(1, unit).steps(steps_per_epoch)
         return float(self.multiplier(math.floor(position) if self.staircase else position))
 
 

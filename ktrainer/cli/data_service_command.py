@@ -180,4 +180,5 @@ def _require_stale(path: Path) -> None:
 def environment_of(args: argparse.Namespace, workers: int) -> dict[str, str]:
     """The environment of dispatchers and workers."""
     threads = args.threads or max(1, (os.cpu_count() or 1) // workers)
-    return rank_environment(environment(), threads, "loopback", None)
+    asked = args.threads is not None
+    return rank_environment(environment(), threads, "loopback", None, asked=asked)

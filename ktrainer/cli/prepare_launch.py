@@ -94,7 +94,8 @@ def prepare_launch(args: argparse.Namespace, hosts: Sequence[Host]) -> Launch:
     if hosts and args.network is not None:
         raise ConfigError("--network is for one host: hosts use their network, or --interface")
     network: mpirun_command.Network = "any" if hosts else args.network or "loopback"
-    env = rank_environment(environment(), threads, network, config, several)
+    asked = args.threads is not None
+    env = rank_environment(environment(), threads, network, config, several, asked=asked)
     env |= to_environment(heal or requested, args.grace)
     env |= heal_option.mpi_settings(heal, network == "loopback" or bool(hosts))
     more, listen = list[str](), LOOPBACK if network == "loopback" else None

@@ -135,13 +135,18 @@ def _warm_process(
 
 @contextlib.contextmanager
 def recorded_signals() -> Iterator[list[int]]:
-    """A list to which signals to this process are added, instead of their default action."""
+    """A list to which signals to this process are added, instead of their default action.
+
+    Those that are ignored, as SIGHUP under nohup, stay so.
+    """
     found: list[int] = []
 
     def record(number: int, _frame: FrameType | None) -> None:
         found.append(number)
 
-    before = {number: signal.signal(number, record) for number in _SIGNALS}
+    kept = (None, signal.SIG_IGN)
+    taken = [number for number in _SIGNALS if signal.getsignal(number) not in kept]
+    before = {number: signal.signal(number, record) for number in taken}
     try:
         yield found
     finally:

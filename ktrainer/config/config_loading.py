@@ -19,11 +19,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ktrainer.config.backend_keys import ALIASES, BACKENDS
-from ktrainer.config.config_sources import read_overrides, read_source
+from ktrainer.config.config_sources import as_written, read_overrides, read_source
 from ktrainer.config.key_errors import check_keys, lookup, translate
 from ktrainer.config.redact import is_secret_name, redact
 from ktrainer.config.schema import SCRIPT, Config
-from ktrainer.config.schema_fields import alternatives, choices, hints
+from ktrainer.config.schema_fields import choices, hints
 from ktrainer.config.script_parameters import as_parameters, checked_parameters
 from ktrainer.config.strategy_checks import with_sharding
 from ktrainer.config.value_checks import check_values
@@ -155,10 +155,9 @@ def _tree(words: list[tuple[str, Any, str]]) -> dict[str, Any]:
 
 def _as_meant(path: str, value: Any, text: str) -> Any:
     """An override's value as the key's type has it, where YAML reads another one."""
-    found = lookup(path)
-    if found and str in alternatives(found[1]) and isinstance(value, (bool, int, float)):
-        return text.strip()  # run.dir=0012 is a name, not the number 10
-    return {"name": value} if path == "backend" and not isinstance(value, dict) else value
+    if path == "backend" and not isinstance(value, dict):
+        return {"name": value}
+    return as_written(path, value, text)
 
 
 def _merge_plain(*trees: dict[str, Any]) -> dict[str, Any]:

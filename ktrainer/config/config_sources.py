@@ -13,7 +13,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from ktrainer.config.key_errors import lookup
 from ktrainer.config.redact import is_secret_name, redact_text
+from ktrainer.config.schema_fields import alternatives
 from ktrainer.errors import ConfigError, nearest
 
 # A real configuration has some hundred entries; a file that expands to far more is an attack or
@@ -109,7 +111,8 @@ def _read_file(path: Path) -> dict[str, Any]:
 def read_yaml(text: str, name: str) -> dict[str, Any]:
     """The nested dict in YAML `text`; `name` is shown in errors."""
     try:
-        _check_size(yaml.compose(text, Loader=yaml.SafeLoader), name)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_size(root, name)
         loaded = OmegaConf.load(io.StringIO(text))
     except _UNREADABLE as error:
         message = f"{name} is not valid YAML: {_brief(error)}"
@@ -117,7 +120,29 @@ def read_yaml(text: str, name: str) -> dict[str, Any]:
     content = OmegaConf.to_container(loaded, resolve=False)
     if not isinstance(content, dict):
         raise ConfigError(f"{name} must hold keys and values at its top level.", value=name)
-    return _plain_dict(content)
+    return cast(dict[str, Any], _as_written(_plain_dict(content), root, ""))
+
+
+def _as_written(value: Any, node: yaml.Node | None, path: str) -> Any:
+    """The `value` of a YAML node, with text as it is written."""
+    if isinstance(node, yaml.MappingNode) and isinstance(value, dict):
+        nodes = {key.value: inner for key, inner in node.value}
+        return {
+            key: _as_written(inner, nodes.get(key), f"{path}.{key}" if path else key)
+            for key, inner in value.items()
+        }
+    if isinstance(node, yaml.SequenceNode) and isinstance(value, list):
+        pairs = enumerate(zip(value, node.value, strict=True))
+        return [_as_written(inner, part, f"{path}[{i}]") for i, (inner, part) in pairs]
+    return as_written(path, value, node.value) if isinstance(node, yaml.ScalarNode) else value
+
+
+def as_written(path: str, value: Any, text: str) -> Any:
+    """`value`, or its `text` where the key takes text and YAML reads another type."""
+    found = lookup(path)
+    if found and str in alternatives(found[1]) and isinstance(value, (bool, int, float)):
+        return text.strip()  # run.dir=0012 is a name, not the number 10
+    return value
 
 
 def _brief(error: Exception) -> str:
@@ -184,6 +209,12 @@ def _read_override(word: str) -> tuple[str, Any, str]:
         raise ConfigError("a key is names joined by single dots, such as trainer.epochs.", path=key)
     if len(text) > _MOST_BYTES:
         raise ConfigError("the value is too long.", path=key)
+    if not text.strip():
+        raise ConfigError(
+            "there is nothing after the =, as where the name of a shell variable is misspelt. Give "
+            f"a value; {key}=null is none, and {key}=\"''\" an empty text.",
+            path=key,
+        )
     return key, _read_value(key, text), text
 
 

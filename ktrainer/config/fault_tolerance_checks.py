@@ -50,8 +50,9 @@ def check_healing(config: Config) -> None:
 
 
 def _check_no_growth(world: WorldConfig) -> None:
-    for key in ("replace", "max_size"):
-        if getattr(world, key):
+    given = {"replace": world.replace, "max_size": world.max_size, "min_size": world.min_size > 1}
+    for key, value in given.items():
+        if value:
             raise ConfigError(
                 "needs world.heal=true, which lets processes join and leave a run.",
                 path=f"world.{key}",

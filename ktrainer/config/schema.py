@@ -269,7 +269,8 @@ class LrConfig:
             "1000ba" (Goyal et al., 2017), with any `scale`; without effect where N is 1. null: no
             warm-up.
         schedule: multipliers of the learning rate, as
-            [{start: 30ep, multiplier: 0.1, end: 60ep}]; overlapping ones multiply. []: none.
+            [{start: 30ep, multiplier: 0.1, end: 60ep}]; overlapping ones multiply. []: none. After
+            a resume with another batch size, epochs stay epochs: 30ep is the end of the 30th.
         momentum_correction: when the learning rate changes, scale SGD's momentum with it.
     """
 

@@ -84,8 +84,10 @@ def script_may_settle(error: ConfigError, config: Config) -> bool:
 
 
 def _check_backend_keys(config: Config) -> None:
-    if isinstance(config.backend, DataParallelConfig) and config.backend.local_layers:
-        _check_local_layers(config, config.backend)
+    if isinstance(config.backend, DataParallelConfig):
+        _check_powersgd(config, config.backend)
+        if config.backend.local_layers:
+            _check_local_layers(config, config.backend)
     if isinstance(config.backend, PipelineConfig):
         check_pipeline(config, config.backend)
     if isinstance(config.backend, TfDistributeConfig):
@@ -180,6 +182,19 @@ def _check_trainer(config: Config) -> None:
             "make data.batch_size as large as the loss needs.",
             path="trainer.loss_scope",
             value="global",
+        )
+
+
+def _check_powersgd(config: Config, backend: DataParallelConfig) -> None:
+    """Refuse the rank alone; a compression that is named may replace PowerSGD of a file."""
+    rank, key = backend.powersgd_rank, "backend.compression"
+    if rank != DataParallelConfig.powersgd_rank and config.origin(key) is None:
+        raise ConfigError(
+            f"{rank} has no effect without backend.compression=powersgd: set it, or leave this key "
+            "out.",
+            path="backend.powersgd_rank",
+            value=rank,
+            needs=[key],
         )
 
 

@@ -98,8 +98,16 @@ def rank_environment(
     network: Network,
     config: Config | None,
     several: bool = False,
+    *,
+    asked: bool = False,
 ) -> dict[str, str]:
-    """The environment of the ranks: `given`, then defaults of MPI and the libraries."""
+    """The environment of the ranks: `given`, then defaults of MPI and the libraries.
+
+    Args:
+        asked: whether `threads` is an option of the command line, which replaces those `given`.
+    """
+    if asked:
+        given = {name: given[name] for name in given.keys() - {*_THREAD_VARIABLES, _INTER_OP}}
     defaults = {
         **mpi_environment(network),
         **thread_environment(threads, given),

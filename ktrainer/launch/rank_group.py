@@ -79,6 +79,8 @@ class RankGroup:
         self._state = GroupState(ranks, heals=joining > 0)
         self._warm = warm
         self._mergers = {"out": out, "err": err}
+        for merger in (out, err):
+            merger.restart()
         self._pipes = RankPipes(self._ranks)
         self._mpirun_output = b""
         self._signals = signals
@@ -188,7 +190,8 @@ class RankGroup:
             if self._is_late() or self._loses_host():
                 return
             if self.end.failures:
-                self._end_by(FAILURE_SECONDS)
+                # Of several, mpirun ends the others; a single one is running its exit handlers.
+                self._end_by(max(FAILURE_SECONDS, self._grace if self._ranks == 1 else 0.0))
             elif self.end.missed is not None:
                 self._end_by(MISSED_SECONDS)
             if self._kill_at is not None and now > self._kill_at:

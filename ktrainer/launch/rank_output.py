@@ -43,6 +43,11 @@ class LineMerger:
         self.only = only
         self._kept: dict[int, bytes] = {}
 
+    def restart(self) -> None:
+        """Begin with ranks that have just been started: of them rank 0 is shown, if one is."""
+        self.only = None if self.only is None else 0
+        self._kept.clear()
+
     def feed(self, rank: int, data: bytes) -> None:
         """Add bytes of a rank, and write the lines that they complete."""
         *lines, rest = (self._partial[rank] + data).split(b"\n")

@@ -200,6 +200,14 @@ def _check_engine(config: Config, facts: Hardware, engine: str | None) -> None:
     backend = config.backend
     if engine != "horovod" or not isinstance(backend, PipelineConfig | DataParallelConfig):
         return
+    bucket = backend.bucket_mb if isinstance(backend, DataParallelConfig) else None
+    if bucket is not None and backend.engine == "horovod":
+        raise ConfigError(
+            "Horovod makes its own buckets: set their size by HOROVOD_FUSION_THRESHOLD, in bytes, "
+            "in the environment, or set backend.engine=mpi.",
+            path="backend.bucket_mb",
+            value=bucket,
+        )
     if backend.hierarchical and backend.compression in ("fp16", "bf16"):
         raise ConfigError(
             "Horovod's own hierarchical all-reduce adds up 16 bits in 16 bits, so those are "
@@ -242,6 +250,10 @@ def _notes(config: Config, facts: Hardware, replicas: int, engine: str | None) -
         notes.append(
             f"backend.local_layers={config.backend.local_layers}: each of {facts.size} processes "
             "trains its own, so results depend on their number."
+        )
+    if engine == "horovod" and getattr(config.backend, "bucket_mb", None) is not None:
+        notes.append(
+            "backend.bucket_mb has no effect with engine horovod, which makes its own buckets."
         )
     if engine == "mpi" and facts.gpus and facts.size > 1:
         notes.append(

@@ -202,6 +202,45 @@ def test_a_constant_rate_that_is_set_anew_leaves_the_momentum_alone() -> None:
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "change", [{"batch_size": 20}, {"batch_size": 10, "accumulate": 2}], ids=str
+)
+def test_after_a_resume_with_other_batches_phases_follow_the_epochs(tmp_path, change: Any) -> None:
+    """Those in updates go on to count them."""
+    stages = [
+        {"start": "3ep", "multiplier": 0.1},
+        {"start": "14ba", "end": "16ba", "multiplier": 0.5},
+        {"start": "7ba", "end": "5ep", "multiplier": 3.0},
+        {"start": "0ep", "multiplier": lambda epoch: 1 / (1 + epoch), "staircase": False},
+    ]
+
+    def train(epochs: int, batch_size: int, accumulate: int = 1) -> list[float]:
+        seen = EachStep(rate_of)
+        settings = {"run": {"dir": str(tmp_path)}, "checkpoint": {"every": "1ep"}}
+        settings |= {"logging": {"progress": "none"}, "trainer": {"accumulate": accumulate}}
+        with Trainer(settings, callbacks=[LearningRate(schedule=stages), seen]) as trainer:
+            trainer.fit(small_model(), data(60), batch_size=batch_size, epochs=epochs)
+        return seen.seen
+
+    def rate(step: int, epoch: float) -> float:
+        factor = (0.1 if epoch >= 3 else 1) * (0.5 if 14 <= step < 16 else 1)
+        return 0.1 * factor * (3 if step >= 7 and epoch < 5 else 1) / (1 + epoch)
+
+    expected = [rate(k, k / 6) for k in range(12)]
+    np.testing.assert_allclose(train(2, 10), expected, rtol=1e-6)
+    expected += [rate(12 + k, 2 + k / 3) for k in range(12)]
+    np.testing.assert_allclose(train(6, **change), expected, rtol=1e-6)
+
+
+def test_after_a_resume_with_other_batches_the_warmup_follows_the_epochs() -> None:
+    for warmup, expected in (("4ep", goyal(1.0, 7, 2, 4, steps=3)), ("24ba", 0.5 + 13 / 48)):
+        rate = LearningRate(warmup=warmup, world=Sized(2))
+        rate.set_params({"steps": 3})
+        rate.progress.epoch, rate.progress.batch, rate.progress.step = 2, 1, 13
+        assert rate.factor(13) == pytest.approx(expected, rel=1e-14)
+
+
 class SetsRate(keras.callbacks.Callback):
     """Gives the optimizer a rate of its own when training begins."""
 

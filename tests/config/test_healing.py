@@ -31,6 +31,7 @@ HEAL = ["world.heal=true", "backend=data_parallel"]
         ([*HEAL, "world.min_size=3", "world.max_size=2"], "world.max_size", "world.min_size=3"),
         (["world.replace=true"], "world.replace", "world.heal=true"),
         (["world.max_size=4"], "world.max_size", "world.heal=true"),
+        (["world.min_size=2"], "world.min_size", "world.heal=true"),
     ],
 )
 def test_refused(words, path, says):

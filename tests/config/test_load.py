@@ -142,6 +142,19 @@ def test_texts_on_the_command_line(word, value):
     assert load_config(None, [word]).run.dir == value
 
 
+@pytest.mark.parametrize("text", ["2024_10_01", "0012", "1e3", "1.10", "on", "1:30"])
+def test_texts_in_a_file(tmp_path, text):
+    """As they are written, also where YAML reads a number or a truth value."""
+    assert load_config(write(tmp_path, f"run:\n  dir: {text}  # a name\n")).run.dir == text
+    aliased = f"user: {{name: &a '{text}'}}\ncheckpoint: {{best: *a, dir: {text}}}\n"
+    checkpoint = load_config(write(tmp_path, aliased)).checkpoint
+    assert (checkpoint.best, checkpoint.dir) == (text, text)
+    phase = f"lr:\n  schedule:\n  - {{start: {text}, multiplier: 1}}\n"
+    for source in (phase, f"trainer: {{max_time: {text}}}"):
+        with pytest.raises(ConfigError, match=f"'{text}' (is not a duration|has no unit)"):
+            load_config(write(tmp_path, source))
+
+
 def test_interpolation(monkeypatch):
     monkeypatch.setenv("KT_BATCH", "48")
     config = load_config(

@@ -163,6 +163,7 @@ def test_a_backend_is_a_name_or_a_group(value):
         (["trainer.deterministic=true", "seed=null"], "trainer.deterministic"),
         (["trainer.overfit_batches=2", "trainer.limit_train_batches=3"], "trainer.overfit_batches"),
         (["checkpoint.mode=max"], "checkpoint.mode"),
+        (["backend=data_parallel", "backend.powersgd_rank=8"], "backend.powersgd_rank"),
         (["lr.schedule=[{start: 5ep, multiplier: 1, end: 3ep}]"], "lr.schedule[0].end"),
     ],
 )
@@ -213,6 +214,8 @@ def test_interpolated_numbers_of_the_wrong_kind(monkeypatch):
     "word, says",
     [
         ("epochs", "write key=value"),
+        ("checkpoint.best=", "checkpoint.best=null is none"),
+        ("seed= ", "nothing after the ="),
         ("=3", "write key=value"),
         ("+trainer.epochs=3", "write trainer.epochs=VALUE"),
         ("--trainer.epochs=3", "write trainer.epochs=VALUE"),

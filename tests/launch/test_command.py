@@ -80,6 +80,11 @@ def test_what_the_user_has_set_stays() -> None:
     assert env["TF_NUM_INTRAOP_THREADS"] == "2"
     assert env["PYTHONPATH"].startswith("/mine:")
     assert "OMPI_MCA_btl" not in mpirun_command.rank_environment({}, 2, "any", None)
+    given_ |= {"TF_NUM_INTRAOP_THREADS": "8", "TF_NUM_INTEROP_THREADS": "7", "MINE": "1"}
+    env = mpirun_command.rank_environment(given_, 3, "loopback", None, asked=True)
+    threads = {"OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"}
+    assert {env[name] for name in threads} == {"3"}
+    assert (env["OMPI_MCA_btl"], env["MINE"]) == ("tcp,self", "1")
 
 
 def test_available_cpus_are_those_of_this_process() -> None:

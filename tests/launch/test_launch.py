@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ktrainer.cli.run_command import recorded_signals
 from ktrainer.launch.process_tree import wait_until_ended
 from tests.dist.harness.group import ROOT
 from tests.launch.conftest import SECONDS, launch_command
@@ -119,8 +120,9 @@ def test_threads_and_cores_are_shared_out(launch: Launch, script: Script) -> Non
     )
     assert done.stdout.split() == [str(cores)] * 3
     assert launch("-n", 1, path, OMP_NUM_THREADS="7").stdout.split()[0] == "7"
+    inherited = ["OMP_NUM_THREADS=7", "TF_NUM_INTRAOP_THREADS=8"]  # which the option replaces
     done = subprocess.run(
-        ["env", *env, *launch_command("-n", 1, "--threads", 1, "--no-bind", path)],
+        ["env", *inherited, *launch_command("-n", 1, "--threads", 1, "--no-bind", path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -275,6 +277,19 @@ def test_ranks_may_end_in_their_own_way_after_sigterm(
         output = launcher.stdout.read()
         assert launcher.wait(20) == 75, output
         assert "saved" in output
+
+
+def test_signals_that_are_ignored_stay_so() -> None:
+    """As SIGHUP is under nohup, whose command is to outlive the terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with recorded_signals() as found:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert found == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_failure_after_a_signal_is_shown(script: Script, tmp_path: Path, within: Within) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktrainer.launch import heal_option
+from ktrainer.launch.rank_group import RankGroup
 from ktrainer.launch.rank_output import LineMerger
 
 
@@ -34,6 +35,21 @@ def test_lines_that_contain_noise_are_dropped_with_the_empty_ones_after_them() -
     merger.feed(0, b"one\n[host:1] OPAL ERROR: Not supported in file ompi/dpm/dpm.c at line 9\n\n")
     merger.feed(0, b"\ntwo\n\nthree\n")
     assert stream.getvalue() == b"one\ntwo\n\nthree\n"
+
+
+def test_after_a_restart_rank_0_is_shown_again() -> None:
+    """A group that heals shows another when rank 0 is lost."""
+    streams = io.BytesIO(), io.BytesIO()
+    out, err = LineMerger(streams[0], 2, only=0), LineMerger(streams[1], 2)
+    for start in (b"first", b"second"):
+        RankGroup(1, out, err, grace=1.0, signals=[], joining=1)
+        for rank in (1, 0, 1):
+            out.feed(rank, b"%b, before\n" % start)
+        out.only = 1  # rank 0 has ended
+        out.feed(1, b"%b, after\n" % start)
+    out.release([1])
+    shown = [b"[0] %b, before\n[1] %b, after\n" % (start, start) for start in (b"first", b"second")]
+    assert streams[0].getvalue() == b"".join(shown) + 2 * b"[1] second, before\n"
 
 
 def test_line_without_end_is_cut() -> None:

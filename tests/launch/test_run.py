@@ -12,7 +12,7 @@ import pytest
 
 from tests.dist.harness.group import ROOT
 from tests.launch.conftest import SECONDS
-from tests.processes import ktrainer
+from tests.processes import ktrainer, python
 
 Script = Callable[[str], Path]
 RANK = "import os, sys\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
@@ -148,6 +148,20 @@ def test_scripts_end_as_under_python(way: str, script: Script) -> None:
     done = run(script(text))
     assert (done.returncode, done.stdout) == (code, said), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_exit_handlers_of_one_rank_have_the_grace_period(script: Script) -> None:
+    """Not just the seconds in which mpirun ends several ranks, here fewer, once one has failed."""
+    path = script(
+        "import atexit, sys, time\n"
+        "atexit.register(lambda: (time.sleep(1), print('uploaded', flush=True)))\nsys.exit(3)"
+    )
+    launcher = (
+        "import sys\nfrom ktrainer.cli.main import main\nfrom ktrainer.launch import rank_group\n"
+        f"rank_group.FAILURE_SECONDS = 0.2\nsys.exit(main(['run', {str(path)!r}]))"
+    )
+    done = python("-c", launcher)
+    assert (done.returncode, done.stdout) == (3, "uploaded\n"), done.stderr
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError", ""])

@@ -210,6 +210,16 @@ def test_what_horovod_lacks_is_refused(words):
         plan([*hierarchical, "backend.engine=horovod"], size=4, **facts)
 
 
+def test_horovod_makes_its_own_buckets():
+    words, facts = [*PARALLEL, "backend.bucket_mb=4"], {"size": 4, "local_size": 4, "gpus": 4}
+    facts |= {"horovod": True, "horovod_nccl": True}
+    with pytest.raises(ConfigError, match="HOROVOD_FUSION_THRESHOLD") as caught:
+        plan([*words, "backend.engine=horovod"], **facts)
+    assert (caught.value.path, caught.value.value) == ("backend.bucket_mb", 4)
+    assert "bucket_mb has no effect with engine horovod" in str(plan(words, **facts))
+    assert "bucket_mb" not in str(plan([*words, "backend.engine=mpi"], **facts))
+
+
 def test_a_launch_leaves_it_to_the_ranks_whether_horovod_has_nccl(monkeypatch):
     words = [*PARALLEL, "backend.engine=horovod", "backend.hierarchical=true"]
     monkeypatch.setattr(launch_config, "find_spec", lambda name: None)
