@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,6 +20,9 @@ from ktrainer.data.rank_consistency import check_consistency, data_facts
 from ktrainer.steps import Program
 from ktrainer.steps.metric_reduction import global_results
 from ktrainer.training.evaluation import evaluate, predict
+from ktrainer.verify.first_update_check import UpdateFacts
+from ktrainer.verify.known_differences import known_differences
+from ktrainer.verify.update_split import split_of
 
 if TYPE_CHECKING:
     from ktrainer.distributed import World
@@ -80,6 +84,7 @@ class BatchMethods:
         self._specs: WeakKeyDictionary[Program, dict[Any, Any]] = WeakKeyDictionary()
         self._equal: WeakSet[Program] = WeakSet()
         self._said = False
+        self._lines: set[str] = set()  # printed
 
     def train_on_batch(
         self,
@@ -97,6 +102,8 @@ class BatchMethods:
             sample_weight = _weights_of_classes(y, sample_weight, class_weight)
         program, batch = self._open("train", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
+            if program not in self._equal:
+                self._say_differences(model, batch)
             program.build(batch.spec)
             if program not in self._equal:  # the optimizer's, too, which evaluating has not made
                 broadcast_model(model, self.trainer.world)
@@ -140,6 +147,15 @@ class BatchMethods:
         with self.trainer.backend.watching():
             broadcast_once(program, self.trainer.world)
             return predict(program, batch, _no_callbacks(model), self.trainer.world)
+
+    def _say_differences(self, model: keras.Model, batch: OneBatch) -> None:
+        """Print what of a model cannot equal one process, each line once."""
+        trainer = self.trainer
+        split = replace(split_of(trainer.config, trainer.plan), accumulate=1)
+        for line in known_differences(model, batch, split, UpdateFacts()):
+            if line not in self._lines and trainer.world.is_root:
+                print(f"ktrainer: {line}", file=sys.stderr, flush=True)
+            self._lines.add(line)
 
     def _say_what_has_no_effect(self) -> None:
         """Name, at the first update of a script that has not called `fit`, the keys that

@@ -37,10 +37,10 @@ def update_mean(context: StepContext, original: Callable[..., Any]) -> Any:
 def _share_of(context: StepContext, dtype: Any, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """A mean's values, and what this share weighs them with: ranks count gathered rows once."""
     tensor = ops.convert_to_tensor(values)
-    if tensor.shape.rank == 0:
-        weight = tf.cast(context.weight, dtype)
-        return tensor, weight if sample_weight is None else sample_weight
-    if not context.gathered or not context.is_over_examples(tensor):
+    over_examples = context.is_over_examples(tensor)
+    if not over_examples and sample_weight is None:  # each value is of all rows, as a mean loss
+        return tensor, tf.fill(tensor.shape[:1], tf.cast(context.weight, dtype))
+    if not context.gathered or not over_examples:
         return values, sample_weight
     part = tf.cast(context.part(tensor), dtype)
     if sample_weight is None:

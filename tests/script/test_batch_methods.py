@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +133,25 @@ def test_batches_between_calls_are_not_traced_again() -> None:
             methods.test_on_batch(model, x, y)
             traces.append(model.traces)
     assert traces == traces[:1] * 3
+
+
+def _printed_of_statistics() -> str:
+    model = keras.Sequential(
+        [keras.Input((2,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse")
+    printed = io.StringIO()
+    with (
+        Trainer({"backend": "data_parallel", "logging": {"progress": "none"}}) as trainer,
+        contextlib.redirect_stderr(printed),
+    ):
+        methods = BatchMethods(trainer)
+        for _ in range(2):
+            methods.train_on_batch(model, np.ones((4, 2), "f"), np.ones((4, 1), "f"))
+    return printed.getvalue()
+
+
+def test_what_cannot_equal_one_process_is_named_once(ranks: Callable[..., Any]) -> None:
+    root, other = ranks(2).run(_printed_of_statistics)
+    assert root.count("norm (BatchNormalization) uses the statistics of each local batch") == 1
+    assert "BatchNormalization" not in other
