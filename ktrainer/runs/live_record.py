@@ -162,10 +162,9 @@ class LiveRecord(RunRecord):
     @property
     def restart_seconds(self) -> float | None:
         """Seconds after its failure at which the run is started again; None: it is not."""
-        end = next((event for event in reversed(self.outer) if event["event"] == "end"), None)
-        if end is None or self.outer[-1] is not end or end["reason"] != "failed":
+        if self.end is None or self.end["reason"] != "failed":
             return None
-        seconds: Any = end.get("restart")
+        seconds: Any = self.end.get("restart")
         return float(seconds) if is_number(seconds) else None
 
 

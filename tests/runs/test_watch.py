@@ -265,6 +265,7 @@ def test_the_status_is_that_of_the_end(tmp_path: Path, end: Any, code: int) -> N
 def test_a_restart_is_waited_for(tmp_path: Path) -> None:
     append(tmp_path / NAME, "start", **START)
     append(tmp_path / NAME, "end", reason="failed", why="rank 1: SIGKILL", restart=1.0)
+    append(tmp_path / NAME, "checkpoint", step=3, path="step-3")  # which was being written
     then = time.time() - 60  # longer than a failed run is waited for
     os.utime(tmp_path / NAME, (then, then))
     watching = Watching(tmp_path, "--every", "0.1")
