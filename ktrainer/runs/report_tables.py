@@ -174,7 +174,7 @@ def marks_table(record: RunRecord, name: str) -> str:
     """All that happened, with the time since the start."""
     marks = run_marks(record)
     important = [mark for mark in marks if mark.kind != "checkpoint"]
-    shown = marks if len(marks) <= MOST_MARKS else important[:MOST_MARKS]
+    shown = marks if len(marks) <= MOST_MARKS else important[-MOST_MARKS:]  # the newest
     begin = next((mark.time for mark in marks if mark.time is not None), 0.0)
     rows = [(_since(mark, begin), mark.text, _step(mark)) for mark in shown]
     left = len(marks) - len(shown)

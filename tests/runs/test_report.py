@@ -19,6 +19,7 @@ from ktrainer.launch.exit_report import record_end
 from ktrainer.launch.group_state import GroupEnd
 from ktrainer.runs.report_data import page_data, run_names, time_shares, total_shares
 from ktrainer.runs.report_page import report_page
+from ktrainer.runs.report_tables import MOST_MARKS, marks_table
 from ktrainer.runs.run_curves import MOST_POINTS, PARTS, row_axes, run_curves
 from ktrainer.runs.run_marks import run_marks, run_spans, stood_out
 from ktrainer.runs.run_record import RunRecord
@@ -237,6 +238,17 @@ def test_a_checkpoint_may_come_after_the_end(tmp_path: Path) -> None:
     # Without the rank that failed, the others continued, and were killed.
     killed = record(tmp_path, {"event": "ranks", "step": 5, "epoch": 0})
     assert [mark.kind for mark in run_marks(killed)][3:] == ["ranks", "interrupted"]
+
+
+def test_of_many_marks_the_newest_are_shown(tmp_path: Path) -> None:
+    slow = [
+        {"event": "slow", "step": k, "cause": "compute", "message": f"slow at {k}"}
+        for k in range(MOST_MARKS + 9)
+    ]
+    page = Texts(marks_table(record(tmp_path, START, *slow), "run"))
+    shown = [text for text in page.cells if text.startswith("slow at")]
+    assert shown[-1] == f"slow at {MOST_MARKS + 8}"
+    assert MOST_MARKS - 1 <= len(shown) <= MOST_MARKS
 
 
 def test_curves_have_all_values(runs: tuple[Path, Path]) -> None:
