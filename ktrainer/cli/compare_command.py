@@ -65,16 +65,14 @@ def _heads(records: Sequence[RunRecord]) -> list[str]:
 
 
 def _values(found: RunDifferences, records: Sequence[RunRecord]) -> list[str]:
-    if not found.points:
-        empty = [name for name, each in zip("AB", records, strict=True) if not each.rows]
-        why = (
-            f"{' and '.join(empty)} has recorded none"
-            if empty
-            else "they have none at the same step"
-        )
-        return [f"no values to compare: {why}"]
-    lines = _differences(found) if found.first else [f"no difference in {found.points} rows"]
-    lines += [f"compared: {_where(records)}"]
+    empty = [name for name, each in zip("AB", records, strict=True) if not each.rows]
+    if empty:
+        return [f"no values to compare: {' and '.join(empty)} has recorded none"]
+    if found.points:
+        lines = _differences(found) if found.first else [f"no difference in {found.points} rows"]
+        lines += [f"compared: {_where(records)}"]
+    else:
+        lines = ["no values to compare: they have none of the same metric at the same step"]
     for name, rows, metrics in zip("AB", found.alone, found.only, strict=True):
         lines += [f"only {name} has {', '.join(metrics)}"] if metrics else []
         lines += [f"only {name} has {rows} more rows"] if rows else []

@@ -19,8 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train with a learning rate that rises with every update (Smith, 2017: the learning-rate "
         "range test), in the script's first fit, and suggest the rate at which the loss falls "
-        "fastest. The optimizer's own rate and schedule are not used, nor callbacks. It ends when "
-        "the loss diverges; the script ends after it, and no files of the run are kept."
+        "fastest. The optimizer's own rate and schedule are not used, nor callbacks, but for those "
+        "that change gradients. It ends when the loss diverges; the script ends after it, and no "
+        "files of the run are kept."
     )
     add_size_options(parser)
     rate = positive(float)

@@ -122,38 +122,46 @@ def outcome(folder: Path, code: int, metric: str | None, mode: str) -> Outcome:
         return Outcome("failed", epochs=epochs, why=said)
     if state == "failed" or record.end is None:  # though the script has ended as if it had not
         return Outcome("failed", epochs=epochs, why=why or f"its run is {state}")
-    values = _values(record, metric)
-    name = metric_of(metric, "val_loss" in _names(record))
-    if not values:
-        return Outcome("failed", why=f"its record has no {name}", epochs=epochs)
-    for each, last in _last(record, name).items():
+    rows = _rows(record)
+    name = metric_of(metric, _has_validation_loss(record, rows))
+    for each, last in _last(rows, name).items():
         if not math.isfinite(last):
             return Outcome("failed", metric=name, epochs=epochs, why=f"{each} is {last}")
+    values = [row[name] for row in rows if name in row]
+    if not values:
+        return Outcome("failed", why=_without(name, metric), epochs=epochs)
     best = (min if mode == "min" else max)(value for value in values if math.isfinite(value))
     pruned = why == f"stopped because {PRUNED}"
     return Outcome("pruned" if pruned else "finished", best, name, epochs)
 
 
-def _rows(record: RunRecord) -> list[Mapping[str, float]]:
+Rows = Sequence[Mapping[str, float]]
+
+
+def _rows(record: RunRecord) -> Rows:
     """The metrics of all validations and epochs of the script's last `fit`."""
     kinds = ("validation", "epoch")
     rows = [r for r in record.rows if r["event"] in kinds and place(r) == record.last_fit]
     return [{name: float(value) for name, value in row["metrics"].items()} for row in rows]
 
 
-def _names(record: RunRecord) -> set[str]:
-    return {name for row in _rows(record) for name in row}
+def _has_validation_loss(record: RunRecord, rows: Rows) -> bool:
+    """Whether it has a validation loss, or would have: it ended before its first validation."""
+    names = {name for row in rows for name in row}
+    has_validated = any(name.startswith("val_") for name in names)
+    return "val_loss" in names or (not has_validated and bool(record.starts[-1].get("validates")))
 
 
-def _values(record: RunRecord, metric: str | None) -> list[float]:
-    name = metric_of(metric, "val_loss" in _names(record))
-    return [row[name] for row in _rows(record) if name in row]
+def _without(name: str, metric: str | None) -> str:
+    if metric is None and name == "val_loss":
+        return "it ended before its first validation, and trials are compared by val_loss"
+    return f"its record has no {name}"
 
 
-def _last(record: RunRecord, metric: str) -> dict[str, float]:
+def _last(rows: Rows, metric: str) -> dict[str, float]:
     """The last loss, and the last value of the metric."""
     last: dict[str, float] = {}
-    for row in _rows(record):
+    for row in rows:
         last |= row
     return {name: last[name] for name in ("loss", metric) if name in last}
 

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         alone = launch_options({**given, "ranks": 1, "workers": None, "servers": None})
         _run(VerifyRun("unsplit", name, steps), [*alone, *script], "in one process")
         _run(VerifyRun("split", name, steps), [*options, *script], "as configured")
-        found = compare(load(folder, "unsplit"), load(folder, "split"))
+        found = compare(load(folder, "unsplit"), load(folder, "split"), load(folder, "initial"))
     if not (found.rows or found.missing):
         raise ConfigError(
             "fit has made no update, so there is nothing to compare: a callback stops it as it "

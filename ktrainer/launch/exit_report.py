@@ -6,7 +6,6 @@ import argparse
 import os
 import signal
 import sys
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +25,7 @@ from ktrainer.launch.failure_report import (
 )
 from ktrainer.launch.group_state import GroupEnd
 from ktrainer.launch.restarts import Restarts
-from ktrainer.runtime.history_file import ROWS, Event, append, read_events
+from ktrainer.runtime.history_file import ROWS, append, end_since, read_events
 
 TIMED_OUT = 124  # as timeout(1)
 _EXIT = "builtins.SystemExit"
@@ -117,12 +116,11 @@ def record_end(
         cause = error_message(note) if note is not None else cause.headline
     secrets = [text for name, text in os.environ.items() if is_secret_name(name)]
     with suppress(OSError):  # it may be on another host
-        newest = deque(read_events(path, only_last=ROWS), maxlen=1)
-        last: Event = newest[0] if newest else {"event": ""}
-        written = last["reason"] if last["event"] == "end" else None
-        if written is None or (reason == "failed" and written != "finished"):
-            why = redact_text(cause, secrets)
-            append(path, "end", fit=last.get("fit", 1), reason=reason, why=why, **facts)
+        events = [e for e in read_events(path, only_last=ROWS) if not e.get("inside")]
+        last = end_since(events)
+        if last is None or (reason == "failed" and last["reason"] != "finished"):
+            fit, why = events[-1].get("fit", 1) if events else 1, redact_text(cause, secrets)
+            append(path, "end", fit=fit, reason=reason, why=why, **facts)
 
 
 def _failure(end: GroupEnd, heals: bool) -> Failure | None:

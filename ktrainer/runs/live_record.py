@@ -125,14 +125,26 @@ class LiveRecord(RunRecord):
         epochs, length, undone = last.get("epochs"), last.get("steps_per_epoch"), 0.0
         if is_number(length):
             undone = self._undone(length)
-        elif not any(event["event"] == "rollback" for event in self.outer):  # steps come again
-            ends = [row for row in self.outer if row["event"] == "epoch" and row["epoch"] > 0]
+        elif not self._has_rolled_back:  # else steps come again
+            rows = (row for row in self.rows if place(row) == self.last_fit)
+            ends = [row for row in rows if row["event"] == "epoch" and row["epoch"] > 0]
             length = ends[-1]["step"] / ends[-1]["epoch"] if ends else None
         whole = epochs * length - undone if is_number(epochs) and length else None
         limit = last.get("settings", {}).get("trainer")
         most = limit.get("max_steps") if isinstance(limit, dict) else None
         known = [each for each in (whole, most) if is_number(each) and each]
         return round(min(known)) if known else None
+
+    @property
+    def _has_rolled_back(self) -> bool:
+        """Whether the last call of `fit` has, since it began at its first step."""
+        for event in reversed(self.outer):
+            if place(event) == self.last_fit:
+                if event["event"] == "rollback":
+                    return True
+                if event["event"] == "start" and not event["step"]:
+                    return False
+        return False
 
     def _undone(self, length: Any) -> float:
         """Updates that rollbacks have undone: the epochs so far have more than count.
@@ -162,10 +174,9 @@ class LiveRecord(RunRecord):
     @property
     def restart_seconds(self) -> float | None:
         """Seconds after its failure at which the run is started again; None: it is not."""
-        end = next((event for event in reversed(self.outer) if event["event"] == "end"), None)
-        if end is None or self.outer[-1] is not end or end["reason"] != "failed":
+        if self.end is None or self.end["reason"] != "failed":
             return None
-        seconds: Any = end.get("restart")
+        seconds: Any = self.end.get("restart")
         return float(seconds) if is_number(seconds) else None
 
 

@@ -174,7 +174,7 @@ def marks_table(record: RunRecord, name: str) -> str:
     """All that happened, with the time since the start."""
     marks = run_marks(record)
     important = [mark for mark in marks if mark.kind != "checkpoint"]
-    shown = marks if len(marks) <= MOST_MARKS else important[:MOST_MARKS]
+    shown = marks if len(marks) <= MOST_MARKS else important[-MOST_MARKS:]  # the newest
     begin = next((mark.time for mark in marks if mark.time is not None), 0.0)
     rows = [(_since(mark, begin), mark.text, _step(mark)) for mark in shown]
     left = len(marks) - len(shown)
@@ -240,7 +240,10 @@ def differences(records: Sequence[RunRecord], names: Sequence[str]) -> str:
         found = compare(records[0], record)
         first = next(iter(found.first.values()), None)
         said = _first_text(first) if first else f"no difference in {found.points} rows"
-        firsts.append([f"{name} beside {names[0]}", said if found.points else "no common rows"])
+        texts = [said if found.points else "no values of the same metric at the same step"]
+        for which, metrics in zip((names[0], name), found.only, strict=True):
+            texts += [f"only {which} has {', '.join(metrics)}"] if metrics else []
+        firsts.append([f"{name} beside {names[0]}", "; ".join(texts)])
     facts = facts_of_all(records)
     elements = [table(["runs", "first difference of values"], firsts, "Values")]
     if facts:

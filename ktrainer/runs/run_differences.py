@@ -50,7 +50,7 @@ class RunDifferences:
     """Differences between two runs.
 
     Attributes:
-        points: rows that both runs have.
+        points: rows of which a value was compared.
         first: by metric, the first difference, the earliest on top.
         largest: by metric, the largest relative one.
         equal_until: the step of the last row before the first difference in which all is equal.
@@ -85,13 +85,14 @@ def compare(a: RunRecord, b: RunRecord, tolerance: float = 0.0) -> RunDifference
     found = RunDifferences()
     rows = _by_key(a.rows), _by_key(b.rows)
     common = [key for key in rows[0] if key in rows[1]]
-    found.points = len(common)
     found.alone = len(rows[0]) - len(common), len(rows[1]) - len(common)
     for key in common:
         pair = rows[0][key], rows[1][key]
         if pair[0]["step"] != pair[1]["step"] and found.steps is None:
             found.steps = pair[0]["epoch"], pair[0]["step"], pair[1]["step"]
-        _compare_rows(found, pair, tolerance)
+        if not _compare_rows(found, pair, tolerance):
+            continue
+        found.points += 1
         if not found.first:
             found.equal_until = pair[0]["step"]
     names = [{name for row in each.values() for name in row["metrics"]} for each in rows]
@@ -109,12 +110,12 @@ def _by_key(rows: Iterable[Event]) -> dict[Key, Event]:
     }
 
 
-def _compare_rows(found: RunDifferences, pair: tuple[Event, Event], tolerance: float) -> None:
+def _compare_rows(found: RunDifferences, pair: tuple[Event, Event], tolerance: float) -> bool:
+    """Compare two rows; return whether they have values of the same metric."""
     one, other = pair
-    for name, text in one["metrics"].items():
-        if name not in other["metrics"] or name.startswith(MEASURED):
-            continue
-        values = float(text), float(other["metrics"][name])
+    common = [n for n in one["metrics"] if n in other["metrics"] and not n.startswith(MEASURED)]
+    for name in common:
+        values = float(one["metrics"][name]), float(other["metrics"][name])
         absolute, relative = _distance(*values)
         if relative <= tolerance:
             continue
@@ -132,6 +133,7 @@ def _compare_rows(found: RunDifferences, pair: tuple[Event, Event], tolerance: f
         known = found.largest.get(name)
         if known is None or relative > known.relative:
             found.largest[name] = new
+    return bool(common)
 
 
 def _distance(a: float, b: float) -> tuple[float, float]:

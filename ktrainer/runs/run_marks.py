@@ -13,7 +13,7 @@ from ktrainer.errors import name_ranks
 from ktrainer.runs.run_curves import is_number
 from ktrainer.runs.run_differences import changes_on_resume
 from ktrainer.runs.run_record import RunRecord, span
-from ktrainer.runtime.history_file import Event, place
+from ktrainer.runtime.history_file import RETURNS, Event, place
 
 _DISTURBING = ("ranks", "rollback", "interrupted", "failed", "resume")
 _SHOWN = 5  # of a kind of thing that stood out
@@ -58,20 +58,22 @@ def run_marks(record: RunRecord) -> list[Mark]:
     marks: list[Mark] = []
     start: Event | None = None  # the last one
     last: Event = {"event": ""}
+    ended = False  # which a checkpoint may follow that was being written
     step = 0  # the last one that is known: a launcher writes none
     for event in record.outer:
         kind, step = event["event"], event.get("step", step)
         if kind == "start":
-            if start is not None and last["event"] != "end":
+            if start is not None and not ended:
                 marks.append(_killed(start, last))
             marks.append(_began(event, start))
             start = event
         elif kind in _TEXTS:
             text = _TEXTS[kind](event)
             marks.append(Mark(_kind(event), text, step, _time(event), place(event)))
+        ended = kind == "end" or (ended and kind not in RETURNS)
         last = event
     state, why = record.state
-    if start is not None and last["event"] != "end" and state != "running":
+    if start is not None and not ended and state != "running":
         marks.append(replace(_killed(start, last), text=why))
     return marks
 

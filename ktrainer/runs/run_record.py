@@ -24,7 +24,7 @@ from typing import Any
 
 from ktrainer.errors import ConfigError
 from ktrainer.runtime.folder_lock import is_held
-from ktrainer.runtime.history_file import NAME, Event, current_rows, place, read_events
+from ktrainer.runtime.history_file import NAME, Event, current_rows, end_since, place, read_events
 
 SILENT_SECONDS = 600.0  # without a sign of life for so long, a run on another host is lost
 _DEPTH = 3  # levels of folders that are searched for runs
@@ -105,13 +105,8 @@ class RunRecord:
 
     @property
     def end(self) -> Event | None:
-        """How it has ended, since the last start; None: it has not, or was killed."""
-        for event in reversed(self.outer):
-            if event["event"] == "end":
-                return event
-            if event["event"] == "start":
-                return None
-        return None
+        """How it has ended; None: it has not, or was killed."""
+        return end_since(self.outer)
 
     @property
     def last_sign(self) -> float:

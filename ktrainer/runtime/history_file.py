@@ -31,7 +31,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,19 @@ def current_rows(events: Iterable[Event]) -> list[Event]:
         elif event["event"] in RETURNS:
             rows = [row for row in rows if counts_after(row, event)]
     return rows
+
+
+def end_since(events: Sequence[Event]) -> Event | None:
+    """How training has ended since it last began or continued; None: it has not, or was killed.
+
+    A checkpoint that was being written, or a warning, may come after it.
+    """
+    for event in reversed(events):
+        if event["event"] == "end":
+            return event
+        if event["event"] in RETURNS:
+            return None
+    return None
 
 
 def place(event: Event) -> tuple[int, int]:

@@ -80,6 +80,7 @@ class HistoryLog(Reporter):
         facts: dict[str, Any] = {
             "epochs": (self.params or {}).get("epochs"),
             "steps_per_epoch": self.steps_per_epoch,
+            "validates": state.validation is not None,
             "script": Path(sys.argv[0]).name,
             "host": socket.gethostname(),
             "pid": os.getpid(),

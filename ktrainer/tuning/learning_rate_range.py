@@ -62,6 +62,8 @@ class RisingRate(keras.optimizers.schedules.LearningRateSchedule):
 class LearningRateRange(Callback):
     """Raises the rate with every update, and keeps the loss of each over all ranks.
 
+    A step gives the loss before its update, so one step more follows the update with the last rate.
+
     An update that a loss scale skips raises no rate, and changes no weights: the loss after it is
     left out. Where a step makes several updates, rates are left out.
 
@@ -114,7 +116,7 @@ class LearningRateRange(Callback):
             return "the loss has diverged"
         if average > 0:
             self._best = min(self._best, average)
-        return "all rates are tested" if self._made >= self.test.updates else ""
+        return "all rates are tested" if made >= self.test.updates else ""
 
     def _why_no_more(self, loss: float) -> str:
         """Why a loss after a skipped update is the last one, or nothing."""
@@ -125,8 +127,8 @@ class LearningRateRange(Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self.world.is_root:
             every = self.test.rates()
-            rates = [every[index] for index in self._indices]
-            untested = 0 if self._end else self.test.updates - self._made
+            rates = [every[index] for index in self._indices if index < len(every)]
+            untested = 0 if self._end else max(1, self.test.updates - self._made)
             found = {"rates": rates, "losses": self.losses, "untested": untested, "why": self._end}
             self.test.result.write_text(json.dumps(found))
         raise RangeTestDone

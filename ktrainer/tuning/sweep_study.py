@@ -6,11 +6,13 @@ sampler of its own. So a sweep that was killed continues as if it had not been.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import optuna
 import sqlalchemy
@@ -42,6 +44,8 @@ STATES = {
     TrialState.RUNNING: "not finished",
 }
 _SETTINGS = "settings"
+_RUNG = "completed_rung_"  # Optuna's attribute of a trial, with the value by which it got there
+_COUNT_AT = "values at "  # of such an attribute: how many were reported then
 # Settings that are compared by digests, which say nothing to a reader.
 SECRET, FILE = "secret among the words", "content of --config"
 
@@ -199,22 +203,57 @@ class TrialReports:
 
     def __init__(self, trial: SweepTrial) -> None:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        pruner = PRUNERS[trial.pruner]()
+        self._storage = cast(Any, _StorageOfTrial(trial))  # in all that is used here
         self._study = optuna.load_study(
-            study_name=trial.study, storage=trial.storage, pruner=pruner
+            study_name=trial.study, storage=self._storage, pruner=PRUNERS[trial.pruner]()
         )
         self._id = self._study.get_trials(deepcopy=False)[trial.number]._trial_id
 
     def report(self, count: int, value: float) -> bool:
         """Report the `count`-th value; return whether the trial is to be pruned."""
-        storage = self._study._storage
-        storage.set_trial_intermediate_value(self._id, count, value)
-        trial = storage.get_trial(self._id)
-        # Later values are those of a run that was killed.
-        trial.intermediate_values = {
-            step: known for step, known in trial.intermediate_values.items() if step <= count
+        self._storage.count = count
+        self._storage.set_trial_intermediate_value(self._id, count, value)
+        return bool(self._study.pruner.prune(self._study, self._storage.get_trial(self._id)))
+
+
+class _StorageOfTrial:
+    """Optuna's storage without what a killed run of a trial has left: its later values, and the
+    rungs of `halving` and `hyperband` that it reached by them.
+
+    Attributes:
+        count: values that this run has reported.
+    """
+
+    def __init__(self, trial: SweepTrial) -> None:
+        self.count = 0
+        self._inner, self._number = optuna.storages.get_storage(trial.storage), trial.number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get_trial(self, trial_id: int) -> FrozenTrial:
+        return self._without_later(self._inner.get_trial(trial_id))
+
+    def get_all_trials(self, *args: Any, **named: Any) -> list[FrozenTrial]:
+        return [self._without_later(each) for each in self._inner.get_all_trials(*args, **named)]
+
+    def set_trial_system_attr(self, trial_id: int, key: str, value: Any) -> None:
+        if key.startswith(_RUNG):
+            self._inner.set_trial_system_attr(trial_id, f"{_COUNT_AT}{key}", self.count)
+        self._inner.set_trial_system_attr(trial_id, key, value)
+
+    def _without_later(self, trial: FrozenTrial) -> FrozenTrial:
+        if trial.number != self._number:
+            return trial
+        trial, attrs = copy.copy(trial), trial.system_attrs
+        values = trial.intermediate_values
+        trial.intermediate_values = {n: value for n, value in values.items() if n <= self.count}
+        trial.system_attrs = {
+            key: value
+            for key, value in attrs.items()
+            if not key.startswith(_RUNG) or attrs.get(f"{_COUNT_AT}{key}", math.inf) < self.count
         }
-        return bool(self._study.pruner.prune(self._study, trial))
+        return trial
 
 
 def storage_in(folder: Path) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from ktrainer.verify.diagnosis import TOLERANCES, Tolerances, cause, common_factor
 
 _SHOWN = 30
+_ULPS = 4.0  # of a weight's size: what rounding may make of updates that hardly move it
 _ORDER = ("loss", "metric", "gradient", "weight")
 # By what they are taken over; see `update_recorder`.
 _STATISTICS = {
@@ -31,7 +32,8 @@ class Row:
     Attributes:
         kind: loss, metric, gradient or weight.
         name: of the metric or variable.
-        difference: the largest relative one.
+        difference: a relative one: at the first update at which it is more than rounding, or else
+            the largest. Of a weight, it is that of its changes since the runs began.
         update: where that is.
         differs: whether that is more than rounding.
     """
@@ -84,21 +86,26 @@ def _line(row: Row, width: int) -> str:
 
 
 def load(folder: Path, role: str) -> dict[str, np.ndarray]:
-    """All that the ranks of one run have recorded."""
+    """All that the ranks of one run have recorded.
+
+    Args:
+        role: `unsplit` or `split`; `initial` gives the weights that both began with.
+    """
     arrays: dict[str, np.ndarray] = {}
-    for path in sorted(folder.glob(f"{role}-*.npz")):
+    for path in sorted(folder.glob(f"{role}*.npz")):
         with np.load(path, allow_pickle=False) as recorded:
             for name in recorded.files:
                 arrays.setdefault(name, recorded[name])
     return arrays
 
 
-def compare(unsplit: Arrays, split: Arrays) -> Comparison:
+def compare(unsplit: Arrays, split: Arrays, initial: Arrays) -> Comparison:
     """Compare two runs.
 
     Args:
         unsplit: recorded in one process.
         split: recorded as configured.
+        initial: the weights that both began with, and their rounding errors.
     """
     close = TOLERANCES[str(unsplit.get("precision", "float32"))]
     items = {key for key in unsplit if key.count("/") >= 2}
@@ -110,13 +117,15 @@ def compare(unsplit: Arrays, split: Arrays) -> Comparison:
     found: dict[tuple[str, str], Row] = {}
     for key in sorted(items & others):
         update, kind, name = int(key[:4]), *key[5:].split("/", 1)
-        within = close.weights if kind == "weight" else close.logs
-        least = close.floor * largest.get(update, 0.0) / within if kind == "gradient" else 0.0
-        difference = _difference(unsplit[key], split[key], least)
+        if kind == "weight":
+            difference, within = _of_weight(name, unsplit[key], split[key], initial, close)
+        else:
+            least = close.floor * largest.get(update, 0.0) / close.logs if kind == "gradient" else 0
+            difference, within = _difference(unsplit[key], split[key], least), close.logs
         differs = not difference <= within and not (kind == "weight" and name in silent)
         row = Row(kind, name.partition(":")[2] or name, difference, update, differs)
         before = found.get((kind, name))
-        if before is None or (row.differs, row.difference) > (before.differs, before.difference):
+        if before is None or (not before.differs and (differs or difference > before.difference)):
             found[kind, name] = row
     rows = sorted(found.values(), key=_rank)
     missing = sorted(name.split("/", 2)[2].partition(":")[2] for name in items ^ others)
@@ -132,24 +141,38 @@ def _rank(row: Row) -> tuple[bool, float, int, str]:
     return not row.differs, worst, _ORDER.index(row.kind), row.name
 
 
-def _difference(a: np.ndarray, b: np.ndarray, least: float) -> float:
+def _of_weight(
+    name: str, a: np.ndarray, b: np.ndarray, initial: Arrays, close: Tolerances
+) -> tuple[float, float]:
+    """The difference between what the updates of two runs made of a weight, and how much of it may
+    be rounding: nothing of integers."""
+    if a.dtype.kind != "f":
+        return _difference(a, b), 0.0
+    begin = initial[name].astype(np.float64)
+    least = _ULPS * float(initial[f"ulp/{name}"]) * _norm(begin) / close.weights
+    return _difference(a - begin, b - begin, least), close.weights
+
+
+def _difference(a: np.ndarray, b: np.ndarray, least: float = 0.0) -> float:
     """In norm, relative to the larger of the two, and to `least` if both are smaller."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     if a.shape != b.shape:
         return float("inf")
     if np.array_equal(a, b, equal_nan=True):
         return 0.0
-    scale = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)), least)
-    error = float(np.linalg.norm(a - b))
-    return error / scale if np.isfinite(error) else float("inf")
+    error = _norm(a - b)
+    return error / max(_norm(a), _norm(b), least) if np.isfinite(error) else float("inf")
+
+
+def _norm(values: np.ndarray) -> float:
+    return float(np.linalg.norm(values.astype(np.float64)))
 
 
 def _largest_gradients(unsplit: Arrays) -> dict[int, float]:
     largest: dict[int, float] = {}
     for key, value in unsplit.items():
         if "/gradient/" in key:
-            norm = float(np.linalg.norm(value.astype(np.float64)))
-            largest[int(key[:4])] = max(largest.get(int(key[:4]), 0.0), norm)
+            largest[int(key[:4])] = max(largest.get(int(key[:4]), 0.0), _norm(value))
     return largest
 
 
@@ -160,7 +183,7 @@ def _without_gradient(unsplit: Arrays, rounding: float, largest: Mapping[int, fl
     for key, value in unsplit.items():
         if "/gradient/" in key:
             path = key[5:].split("/", 1)[1].partition(":")[2]
-            tiny = float(np.linalg.norm(value)) <= rounding * largest[int(key[:4])]
+            tiny = _norm(value) <= rounding * largest[int(key[:4])]
             paths[path] = paths.get(path, True) and tiny
     names = {key[5:].split("/", 1)[1] for key in unsplit if "/weight/" in key}
     return {name for name in names if paths.get(name.partition(":")[2], False)}
@@ -189,7 +212,8 @@ def _cause(unsplit: Arrays, split: Arrays, result: Comparison, close: Tolerances
     if kinds <= {"weight"}:
         return (
             "Gradients agree, and weights do not: the step assigns weights itself (a side effect), "
-            "or the optimizer depends on what it has not been given."
+            "or a setting of the optimizer, such as its learning rate, depends on the number of "
+            "processes."
         )
     if not first:
         return (

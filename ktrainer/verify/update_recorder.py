@@ -45,10 +45,12 @@ class UpdateRecorder(Callback):
         self._weights = [
             (f"{i:05}:{v.path}", v)
             for i, v in enumerate(every)
-            if tf.as_dtype(v.dtype).is_floating and self._is_here(v)
+            if self._is_compared(v) and self._is_here(v)
         ]
         if self.verify_run.role == "unsplit":
-            _save(self.verify_run.initial, {name: _array(v) for name, v in self._weights})
+            initial = {name: _array(v) for name, v in self._weights}
+            initial |= {f"ulp/{name}": _ulp(v) for name, v in self._weights}
+            _save(self.verify_run.initial, initial)
         else:
             self._begin_alike()
 
@@ -89,6 +91,12 @@ class UpdateRecorder(Callback):
             self.arrays["statistics"] = np.array(_statistics(self.model, split))
             _save(self.verify_run.recorded(self.world.rank), self.arrays)
         return RecordingDone()
+
+    def _is_compared(self, variable: Any) -> bool:
+        """Whether it has numbers that both runs share: all but the states of random generators."""
+        dtype = tf.as_dtype(variable.dtype)
+        is_number = dtype.is_floating or dtype.is_integer or dtype.is_bool
+        return is_number and "seed_generator_state" not in variable.name
 
     def _is_here(self, variable: Any) -> bool:
         placement = placement_of(self.model)
@@ -185,4 +193,11 @@ def _save(path: Path, arrays: dict[str, Any]) -> None:
 
 def _array(variable: Any) -> np.ndarray:
     value = np.asarray(variable.numpy())
-    return value if value.dtype in (np.float32, np.float64) else value.astype(np.float32)
+    known = value.dtype in (np.float32, np.float64) or value.dtype.kind in "iub"
+    return value if known else value.astype(np.float32)
+
+
+def _ulp(variable: Any) -> np.ndarray:
+    """The rounding error of a number of size 1, in the type of a variable; 0 for integers."""
+    dtype = tf.as_dtype(variable.dtype)
+    return np.asarray(np.spacing(dtype.as_numpy_dtype(1)) if dtype.is_floating else 0, np.float64)

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 
 from ktrainer.cli.main import main
+from ktrainer.launch.exit_report import record_end
+from ktrainer.launch.group_state import GroupEnd
 from ktrainer.runs.report_data import page_data, run_names, time_shares, total_shares
 from ktrainer.runs.report_page import report_page
+from ktrainer.runs.report_tables import MOST_MARKS, marks_table
 from ktrainer.runs.run_curves import MOST_POINTS, PARTS, row_axes, run_curves
 from ktrainer.runs.run_marks import run_marks, run_spans, stood_out
 from ktrainer.runs.run_record import RunRecord
@@ -220,6 +224,31 @@ def test_what_happened_in_a_killed_run(runs: tuple[Path, Path]) -> None:
     first, second = run_spans(run)
     assert first.end < second.begin
     assert "continued after step 5 on 1 process" in stood_out(run)
+
+
+def test_a_checkpoint_may_come_after_the_end(tmp_path: Path) -> None:
+    """One that was being written as training failed."""
+    end = {"event": "end", "reason": "failed", "why": "ValueError: planted"}
+    saved = {"event": "checkpoint", "step": 5, "path": "step-5"}
+    kinds = ["start", "failed", "checkpoint"]
+    run = record(tmp_path, {**START, "host": socket.gethostname()}, log(5), end, saved)
+    assert [mark.kind for mark in run_marks(run)] == kinds
+    record_end(GroupEnd(history=str(tmp_path / NAME)), "interrupted", "SIGTERM")
+    assert [mark.kind for mark in run_marks(RunRecord(tmp_path))] == kinds
+    # Without the rank that failed, the others continued, and were killed.
+    killed = record(tmp_path, {"event": "ranks", "step": 5, "epoch": 0})
+    assert [mark.kind for mark in run_marks(killed)][3:] == ["ranks", "interrupted"]
+
+
+def test_of_many_marks_the_newest_are_shown(tmp_path: Path) -> None:
+    slow = [
+        {"event": "slow", "step": k, "cause": "compute", "message": f"slow at {k}"}
+        for k in range(MOST_MARKS + 9)
+    ]
+    page = Texts(marks_table(record(tmp_path, START, *slow), "run"))
+    shown = [text for text in page.cells if text.startswith("slow at")]
+    assert shown[-1] == f"slow at {MOST_MARKS + 8}"
+    assert MOST_MARKS - 1 <= len(shown) <= MOST_MARKS
 
 
 def test_curves_have_all_values(runs: tuple[Path, Path]) -> None:

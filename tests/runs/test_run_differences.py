@@ -13,9 +13,10 @@ import pytest
 from ktrainer import Trainer
 from ktrainer.cli.compare_command import _short
 from ktrainer.cli.main import main
+from ktrainer.runs.report_tables import differences
 from ktrainer.runs.run_differences import RunDifferences, compare
 from ktrainer.runs.run_record import RunRecord
-from ktrainer.runtime.history_file import NAME
+from ktrainer.runtime.history_file import NAME, append
 from tests.runs.recorded import Acts, Logged, train
 from tests.small import build, data
 
@@ -105,6 +106,25 @@ def test_rows_at_other_steps_are_left_out(runs: Any) -> None:
     assert (found.points, found.first) == (len(common), {})
     assert found.alone == (25 - len(common), 0)
     assert found.facts["settings.logging.every"] == ("1ba", "4ba")
+
+
+def test_rows_without_a_common_metric_are_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, metric in (("a", "loss"), ("b", "total")):
+        (tmp_path / name).mkdir()
+        append(tmp_path / name / NAME, "start", step=0, epoch=0)
+        values = {metric: 1.0, "speed/steps": 2.0}
+        append(tmp_path / name / NAME, "epoch", step=9, epoch=1, elapsed=1.0, metrics=values)
+    folders = [tmp_path / name for name in "ab"]
+    assert main(["compare", *map(str, folders)]) == 2
+    out = capsys.readouterr().out
+    assert "no values to compare: they have none of the same metric at the same step" in out
+    assert "only A has loss\nonly B has total" in out
+    page = differences([RunRecord(folder) for folder in folders], ["a", "b"])
+    assert (
+        "no values of the same metric at the same step; only a has loss; only b has total" in page
+    )
 
 
 def test_as_text_and_as_json(runs: Any, capsys: pytest.CaptureFixture[str]) -> None:

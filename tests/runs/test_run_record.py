@@ -81,6 +81,7 @@ def test_a_finished_run(whole: Any) -> None:
         )
     (start,) = record.starts
     assert (start["ranks"], start["settings"]["seed"], start["step"]) == (1, 3, 0)
+    assert start["validates"] is True
     assert start["data"]["training/length"] == "24 rows"
     assert start["model"]["optimizer"]["momentum"] == 0.9
     saved = [event for event in record.events if event["event"] == "checkpoint"]

@@ -170,6 +170,22 @@ def test_no_end_is_known_after_going_back_in_epochs_of_unknown_length(tmp_path: 
     assert LiveRecord(tmp_path).steps is None
 
 
+def test_the_length_of_an_epoch_is_that_of_rows_that_count(tmp_path: Path) -> None:
+    """Not of an epoch that was cut and is trained again, nor of another call of `fit`."""
+    start, row = {**START, "steps_per_epoch": None}, {"elapsed": 1.0, "metrics": {"loss": 1.0}}
+    append(tmp_path / NAME, "start", **start, batch=0)
+    append(tmp_path / NAME, "epoch", step=50, epoch=1, **row)
+    append(tmp_path / NAME, "epoch", step=60, epoch=2, **row)  # interrupted
+    append(tmp_path / NAME, "start", **{**start, "step": 60, "epoch": 1}, batch=10)
+    assert LiveRecord(tmp_path).steps == 4 * 50
+    append(tmp_path / NAME, "rollback", step=55, epoch=1, batch=5)
+    assert LiveRecord(tmp_path).steps is None
+    append(tmp_path / NAME, "start", fit=2, **start, batch=0)
+    assert LiveRecord(tmp_path).steps is None
+    append(tmp_path / NAME, "epoch", fit=2, step=20, epoch=1, **row)
+    assert LiveRecord(tmp_path).steps == 4 * 20
+
+
 def test_long_records_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_record, "_AT_ONCE", 50_000)
     append(tmp_path / NAME, "start", **START)
@@ -265,6 +281,7 @@ def test_the_status_is_that_of_the_end(tmp_path: Path, end: Any, code: int) -> N
 def test_a_restart_is_waited_for(tmp_path: Path) -> None:
     append(tmp_path / NAME, "start", **START)
     append(tmp_path / NAME, "end", reason="failed", why="rank 1: SIGKILL", restart=1.0)
+    append(tmp_path / NAME, "checkpoint", step=3, path="step-3")  # which was being written
     then = time.time() - 60  # longer than a failed run is waited for
     os.utime(tmp_path / NAME, (then, then))
     watching = Watching(tmp_path, "--every", "0.1")

@@ -15,6 +15,7 @@ import pytest
 from ktrainer import Trainer
 from ktrainer.cli import main
 from ktrainer.tuning.range_test_mode import VARIABLE, RangeTest, RangeTestDone
+from ktrainer.tuning.rate_suggestion import RateCurve
 from tests.processes import Done, ktrainer, python
 
 UPDATES, ROWS = 30, 16
@@ -54,10 +55,11 @@ def by_hand(rates: list[float]) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("highest", [1.0, 1e-2])  # the loss diverges, or does not
 def test_losses_are_those_of_a_loop_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, highest: float
 ) -> None:
-    test = RangeTest(str(tmp_path), 1e-4, 1.0, UPDATES)
+    test = RangeTest(str(tmp_path), 1e-4, highest, UPDATES)
     monkeypatch.setenv(VARIABLE, test.to_environment()[VARIABLE])
     words = {"data": {"batch_size": ROWS, "shuffle": False}, "lr": {"warmup": "2ep"}}
     # Neither its rate, nor its epochs, validation and callbacks.
@@ -68,11 +70,14 @@ def test_losses_are_those_of_a_loop_by_hand(
         with pytest.raises(RangeTestDone):
             trainer.fit(model, X, Y, **others)
     found = json.loads(test.result.read_text())
-    expected = by_hand(test.rates())[: len(found["losses"])]
-    assert len(expected) == UPDATES or expected[-1] > 2 * min(expected)
+    # The loss after the update with the last rate is that of the next batch.
+    expected = by_hand([*test.rates(), 0.0])[: len(found["losses"])]
+    assert len(expected) == UPDATES + 1 or expected[-1] > 2 * min(expected)
     assert found["untested"] == 0
     np.testing.assert_allclose(found["losses"], expected, rtol=2e-4)
     np.testing.assert_allclose(found["rates"], test.rates()[: len(expected)], rtol=1e-12)
+    if highest < 1.0:
+        assert RateCurve.read(test.result).rates[-1] == pytest.approx(highest)
 
 
 def test_updates_that_a_loss_scale_skips_are_left_out(
@@ -94,15 +99,15 @@ def test_updates_that_a_loss_scale_skips_are_left_out(
         trainer.fit(scaled(1.0), X, y)
     found = json.loads(test.result.read_text())
     model, losses, rows = scaled(1.0), list[float](), 0
-    while len(losses) < 20:
+    while len(losses) < 21:  # one after each of 20 rates, and the first
         made = int(model.optimizer.inner_optimizer.iterations.numpy())
-        model.optimizer.inner_optimizer.learning_rate = test.rates()[made]
+        model.optimizer.inner_optimizer.learning_rate = [*test.rates(), 0.0][made]
         batch = slice(rows % 8 * ROWS, (rows % 8 + 1) * ROWS)
         loss = float(np.ravel(model.train_on_batch(X[batch], y[batch]))[0])
         model.reset_metrics()
         losses += [loss] if made == len(losses) else []
         rows += 1
-    assert rows > 21  # some were skipped
+    assert rows > 22  # some were skipped
     np.testing.assert_allclose(found["losses"], losses, rtol=2e-4)
     np.testing.assert_allclose(found["rates"], test.rates(), rtol=1e-12)
 

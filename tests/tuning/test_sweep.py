@@ -264,10 +264,14 @@ def test_a_sweep_with_another_secret_is_another_one(script: Path, tmp_path: Path
 
 
 def record(
-    folder: Path, *rows: dict[str, float], why: str = "", reason: str | None = "finished"
+    folder: Path,
+    *rows: dict[str, float],
+    why: str = "",
+    reason: str | None = "finished",
+    **facts: Any,
 ) -> Path:
     folder.mkdir()
-    start = {"step": 0, "epoch": 0, "ranks": 1, "epochs": 9, "settings": {}}
+    start = {"step": 0, "epoch": 0, "ranks": 1, "epochs": 9, "settings": {}, **facts}
     start["host"] = socket.gethostname()
     append(folder / NAME, "start", **start)
     for step, row in enumerate(rows, 1):
@@ -288,6 +292,12 @@ def test_what_came_of_a_run(tmp_path: Path) -> None:
     assert outcome(two, 0, None, "min") == Outcome("pruned", 2.0, "loss", 1)
     three = record(tmp_path / "three", {"loss": 2.0}, {"loss": math.nan})
     assert outcome(three, 0, None, "min").why == "loss is nan"
+    # Trials are compared by one metric: a training loss is not ranked among validation losses.
+    early = record(tmp_path / "early", {"loss": 0.1}, validates=True)
+    assert outcome(early, 0, None, "min").why.startswith("it ended before its first validation")
+    assert outcome(early, 0, "loss", "min") == Outcome("finished", 0.1, "loss", 1)
+    own = record(tmp_path / "own", {"loss": 0.1, "val_mae": 0.2}, validates=True)
+    assert outcome(own, 0, None, "min").metric == "loss"  # no trial has a validation loss
     # Scripts that catch the error of their fit, or end in the middle of it.
     five = record(tmp_path / "five", {"loss": 2.0}, why="OSError: full", reason="failed")
     assert outcome(five, 0, None, "min") == Outcome("failed", epochs=1, why="OSError: full")

@@ -145,6 +145,33 @@ def test_values_of_a_killed_run_do_not_prune_it(tmp_path: Path) -> None:
     assert study.trials[-1].value == 0.3
 
 
+@pytest.mark.parametrize("pruner", ["halving", "hyperband"])
+def test_a_trial_that_is_killed_and_continued_stays_on_its_rung(
+    tmp_path: Path, pruner: str
+) -> None:
+    """Continued from any value, the pruner answers as if the trial had not been killed."""
+
+    def train(folder: Path, *begins: int) -> list[list[bool]]:
+        """What each trial is told after each value, by runs that begin after so many values."""
+        folder.mkdir()
+        study, told = opened(folder, pruner=pruner), []
+        for values in np.random.default_rng(2).uniform(size=(7, 4)).tolist():
+            trial = study.next_trial(99)
+            assert trial is not None
+            answers = [False] * len(values)
+            for begin in begins:
+                ours = reports(folder, trial.number, pruner)
+                for count, value in list(enumerate(values, 1))[begin:]:
+                    answers[count - 1] = ours.report(count, value)
+            told.append(answers)
+            study.finish(trial.number, "finished", values[-1])
+        return told
+
+    undisturbed = train(tmp_path / "one", 0)
+    assert any(answer for told in undisturbed for answer in told)
+    assert train(tmp_path / "two", 0, 2, 3, 0) == undisturbed
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_pruned_trial_ends_the_script_unless_it_fails(
     tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers, ops
 
 from ktrainer import Trainer, all_gather
+from ktrainer.verify.verify_mode import VARIABLE, RecordingDone, VerifyRun
 from tests.contracts import running
 from tests.contracts.zoo import ZOO
 from tests.contracts.zoo_parts import floats
@@ -202,3 +205,28 @@ def mixed(floatx: str = "mixed_bfloat16") -> tuple[keras.Model, Any]:
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), loss)
     return model, (floats(ROWS, 8, 8, 3).astype("float32"), np.arange(ROWS) % 3)
+
+
+class Steps(keras.Model):
+    """Counts its steps, in an integer."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        zeros, kind = keras.initializers.Zeros(), {"dtype": "int32", "trainable": False}
+        self.steps = self.add_weight(shape=(), initializer=zeros, name="steps", **kind)
+
+    def compute_loss(self, *args: Any, **named: Any) -> Any:
+        self.steps.assign(self.steps + 1)
+        return super().compute_loss(*args, **named)
+
+
+def record(role: Literal["unsplit", "split"], folder: str, rate: float, **settings: Any) -> None:
+    """Record the first two updates as `ktrainer verify` does, in float32."""
+    keras_state.clear()
+    keras.utils.set_random_seed(running.SEED)
+    model, data = net(Steps), (floats(4 * ROWS, 8), floats(4 * ROWS, 5, seed=1))
+    model.compile(keras.optimizers.SGD(rate), "mse")
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(RecordingDone):
+        patch.setenv(VARIABLE, VerifyRun(role, folder, 2).to_environment()[VARIABLE])
+        with Trainer(running.config(**settings)) as trainer:
+            trainer.fit(model, data)
