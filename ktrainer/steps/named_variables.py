@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -144,8 +145,10 @@ def attribute_variables(model: Any, metrics: bool = True) -> list[tuple[str, Sta
         known += [v for layer in layers for m in layer._metrics for v in m.variables]
     seen = {id(inner_variable(v)) for v in known}
     found = []
-    for layer, name in named_layers(model):
-        for each in _inside(vars(layer), f"{ATTRIBUTE}{name}"):
+    layers = named_layers(model)
+    for entered in (None, set[int]()):  # those that earlier checkpoints have keep their names
+        inside = (_inside(vars(of), f"{ATTRIBUTE}{n}", entered=entered) for of, n in layers)
+        for each in itertools.chain.from_iterable(inside):
             dtype = tf.as_dtype(each.variable.dtype)
             numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
             inner = inner_variable(each)
@@ -194,13 +197,19 @@ def _name_in_any_process(layer: Any) -> str:
 
 
 def _inside(
-    value: Any, path: str, depth: int = 0, of_keras: bool = False
+    value: Any,
+    path: str,
+    depth: int = 0,
+    of_keras: bool = False,
+    entered: set[int] | None = None,
 ) -> Iterator[StateVariable]:
-    """Variables and generators that `value` is or has.
+    """Variables and generators that `value` is or has, in up to three nested lists and dicts.
 
     Args:
         of_keras: those of Keras, too, as in losses, optimizers and the like. What a layer has
             besides its weights, such as what it remembers, is not of a run.
+        entered: ids of losses, optimizers and the like that were looked into, each once, and to the
+            depth of a layer; None: with the depth of where they are, as in earlier versions.
     """
     if of_keras and isinstance(value, keras.random.SeedGenerator):
         value = value.state
@@ -214,22 +223,28 @@ def _inside(
     elif isinstance(value, tf.Module):
         kinds = (tf.Variable, tf.random.Generator)
         found = value._flatten(predicate=lambda each: isinstance(each, kinds))
-        yield from _inside(list(found), path, depth, of_keras)
-    elif depth < 3 and isinstance(value, _WITH_STATE):
-        yield from _inside(vars(value), path, depth, of_keras=True)
-    elif depth < 3 and isinstance(value, (list, tuple)):
+        yield from _inside(list(found), path, depth, of_keras, entered)
+    elif isinstance(value, _WITH_STATE):
+        if entered is None and depth < 3:
+            yield from _inside(vars(value), path, depth, True)
+        elif entered is not None and id(value) not in entered:
+            entered.add(id(value))
+            yield from _inside(vars(value), path, 0, True, entered)
+    elif depth >= 3:
+        return
+    elif isinstance(value, (list, tuple)):
         for k, each in enumerate(value):
-            yield from _inside(each, f"{path}/{k}", depth + 1, of_keras)
-    elif depth < 3 and isinstance(value, dict):
+            yield from _inside(each, f"{path}/{k}", depth + 1, of_keras, entered)
+    elif isinstance(value, dict):
         for key in sorted(value, key=str):
             if key not in _ALIASES and not (of_keras and key == _OF_KERAS):
-                yield from _inside(value[key], f"{path}/{key}", depth + 1, of_keras)
+                yield from _inside(value[key], f"{path}/{key}", depth + 1, of_keras, entered)
 
 
 def variables_in(value: Any) -> list[Any]:
     """The variables, TensorFlow's and those of Keras' losses, optimizers and the like, and the
     states of random generators, that `value` is or has."""
-    return [each.variable for each in _inside(value, "")]
+    return [each.variable for each in _inside(value, "", entered=set())]
 
 
 def model_variables(model: Any) -> list[tuple[str, Any]]:
