@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -40,6 +42,9 @@ _ALIASES = (
     *("_compile_loss", "_compile_metrics", "_loss_tracker", "_metrics"),
 )
 _OF_KERAS = "_variables"  # a list of what an object of Keras has as attributes
+
+
+_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of lookup tables, which are constant
 
 
 class StateVariable:
@@ -188,6 +193,39 @@ def named_layers(model: Any) -> list[tuple[Any, str]]:
     layers = list(model._flatten_layers(include_self=True, recursive=True))
     names = unique_names([_name_in_any_process(layer) for layer in layers])
     return list(zip(layers, names, strict=True))
+
+
+def lookup_layers(model: Any) -> list[tuple[Any, str]]:
+    """(layer, unique name) of the layers of `model` that have a vocabulary, at any depth. That
+    inside of a `TextVectorization` has the name of this."""
+    kinds = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+    found, outer = [], dict[int, str]()
+    for layer, name in named_layers(model):
+        if isinstance(layer, keras.layers.TextVectorization):
+            outer |= {id(each): name for each in layer._flatten_layers(include_self=False)}
+        elif isinstance(layer, kinds):
+            found.append((layer, outer.get(id(layer), name)))
+    return found
+
+
+def vocabularies(model: Any) -> dict[str, str]:
+    """The size and a digest of each vocabulary, in order and with tf-idf weights, by the name of
+    its layer. `get_config` describes none that was adapted."""
+    return {name: _vocabulary(layer) for layer, name in lookup_layers(model)}
+
+
+def _vocabulary(layer: Any) -> str:
+    table = layer.lookup_table  # another one after `adapt`
+    if table not in _digests:
+        pairs = (
+            [each.numpy() for each in table.export()] if int(table.size()) else [np.zeros(0)] * 2
+        )
+        words, places = reversed(pairs) if layer.invert else pairs
+        digest = hashlib.blake2b(repr(words[np.argsort(places)].tolist()).encode(), digest_size=6)
+        if layer.output_mode == "tf_idf" and len(words):
+            digest.update(np.asarray(layer.idf_weights_const).tobytes())
+        _digests[table] = f"{len(words)} words, {digest.hexdigest()}"
+    return _digests[table]
 
 
 def _name_in_any_process(layer: Any) -> str:

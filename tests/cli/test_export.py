@@ -144,6 +144,16 @@ def not_adapted() -> Any:
     return with_lookup(keras.layers.IntegerLookup())
 
 
+def adapted_otherwise() -> Any:
+    return with_lookup(keras.layers.IntegerLookup(vocabulary=[2, 1]))
+
+
+def adapted_alike() -> Any:
+    layer = keras.layers.IntegerLookup()
+    layer.adapt([2, 1, 1])
+    return with_lookup(layer)
+
+
 def train_with_words(layer: Any) -> None:
     words = ["run.dir=run", "trainer.epochs=1", "checkpoint.every=1ep", "logging.progress=none"]
     with Trainer(overrides=words) as trainer:
@@ -157,6 +167,9 @@ def test_a_function_that_adapts_nothing_is_refused(tmp_path: Path, capsys) -> No
     error = capsys.readouterr().err
     assert "has no vocabulary, so every word" in error
     assert "--model MODULE" not in error
+    assert main.main([*export[:-1], f"{__name__}:adapted_otherwise"]) == 2
+    assert "vocabulary of the layer integer_lookup is not that of the" in capsys.readouterr().err
+    assert main.main([*export[:-1], f"{__name__}:adapted_alike"]) == 0
 
 
 def test_a_vocabulary_that_cannot_be_described_is_refused(

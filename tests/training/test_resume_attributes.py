@@ -379,6 +379,27 @@ def test_what_recurrent_layers_remember_is_no_alarm(tmp_path: Path) -> None:
         trainer.fit(model, (x[:36], y[:36]))
 
 
+def embed(words: list[str], text: str) -> None:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    lookup = keras.layers.TextVectorization(5, output_mode="tf_idf", pad_to_max_tokens=True)
+    lookup.adapt(text.split())
+    with Trainer(overrides=words) as trainer:
+        model = keras.Sequential([keras.Input((), dtype="string"), lookup, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        trainer.fit(model, (np.array(["red", "green"] * 20, object), np.ones(40)))
+
+
+def test_a_resume_with_another_vocabulary_is_named(tmp_path: Path) -> None:
+    words = settings(tmp_path, **SETTINGS)
+    embed([*words, "trainer.max_steps=5"], "red green blue")
+    embed([*words, "trainer.max_steps=10"], "blue red green")  # the same; warnings are errors
+    with pytest.warns(UserWarning, match="vocabulary of the layer text_vectorization is not that"):
+        embed([*words, "trainer.max_steps=15"], "red pink green")
+    with pytest.warns(UserWarning, match="3 words, .* now, 3 words, .* then"):  # other tf-idf
+        embed([*words, "trainer.max_steps=20"], "red red pink green")
+
+
 def test_arrays_of_layers_that_are_numbers() -> None:
     words = keras.layers.TextVectorization(vocabulary=["a", "b"])
     scale = keras.layers.Normalization(mean=[1.0, 2.0], variance=[1.0, 1.0])

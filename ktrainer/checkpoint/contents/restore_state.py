@@ -30,7 +30,12 @@ from ktrainer.errors import CheckpointError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import ATTRIBUTE, attribute_variables, built_optimizers
+from ktrainer.steps.named_variables import (
+    ATTRIBUTE,
+    attribute_variables,
+    built_optimizers,
+    vocabularies,
+)
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.variable_placement import finalize_normalization, placement_of
 
@@ -92,6 +97,18 @@ def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:
             stacklevel=4,
         )
     return [(v, key) for v, key in pairs if _differs(v, saved[key]) is None]
+
+
+def vocabulary_problems(model: Any, state: Mapping[str, Any]) -> list[str]:
+    """Each vocabulary of `model` that is not that of the checkpoint, in words; earlier versions
+    saved nothing to compare."""
+    saved = state.get("vocabularies", {})
+    return [
+        f"the vocabulary of the layer {name} is not that of the checkpoint ({digest} now, "
+        f"{saved[name]} then), whose weights were trained for other words"
+        for name, digest in vocabularies(model).items()
+        if saved.get(name, digest) != digest
+    ]
 
 
 def needed_arrays(

@@ -17,13 +17,18 @@ from typing import Any
 
 from ktrainer.checkpoint.contents.capture_state import Arrays, named_variables
 from ktrainer.checkpoint.contents.local_state import arrays_of_rank
-from ktrainer.checkpoint.contents.restore_state import COUNTER, pair_variables, reordered
-from ktrainer.checkpoint.contents.run_snapshot import lookup_layers
+from ktrainer.checkpoint.contents.restore_state import (
+    COUNTER,
+    pair_variables,
+    reordered,
+    vocabulary_problems,
+)
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.export.keras_file import write_file
 from ktrainer.checkpoint.format.checkpoint_folder import MODEL
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
+from ktrainer.steps.named_variables import lookup_layers
 
 _REMEDY = (
     "Give the function that builds the model, with --model MODULE:FUNCTION (which runs that "
@@ -154,7 +159,7 @@ def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: boo
     Args:
         of_function: a function has built it, which may list its layers in another order.
     """
-    _check_vocabularies(model, of_function)
+    _check_vocabularies(model, state, of_function)
     if not model.compiled:
         arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
         state = {**state, "optimizers": []}
@@ -164,19 +169,23 @@ def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: boo
     return model
 
 
-def _check_vocabularies(model: Any, of_function: bool) -> None:
-    for layer in lookup_layers(model):
+def _check_vocabularies(model: Any, state: Mapping[str, Any], of_function: bool) -> None:
+    for layer, name in lookup_layers(model):
         if int(layer.lookup_table.size()) > 0:
             continue
         if of_function:
             raise CheckpointError(
-                f"the layer {layer.name} has no vocabulary, so every word would be an unknown one. "
+                f"the layer {name} has no vocabulary, so every word would be an unknown one. "
                 "Adapt it in the function that builds the model"
             )
         raise CheckpointError(
-            f"the checkpoint has no vocabulary for the layer {layer.name}, so every word would be "
+            f"the checkpoint has no vocabulary for the layer {name}, so every word would be "
             "an unknown one: it is of an earlier version, or the vocabulary is not text in UTF-8, "
             f"or larger than a checkpoint's description of a model. {_REMEDY}"
+        )
+    for problem in vocabulary_problems(model, state) if of_function else ():
+        raise CheckpointError(
+            f"{problem}. In the function that builds the model, adapt it to the same data as then"
         )
 
 
