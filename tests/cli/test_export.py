@@ -106,6 +106,37 @@ def test_layers_that_only_their_numbers_tell_apart(tmp_path: Path, capsys) -> No
     np.testing.assert_array_equal(keras.models.load_model("m.keras")(x), then(x))
 
 
+@pytest.mark.parametrize("callbacks", [[], [{}], [{"swap_on_epoch": True}]])
+def test_averages_of_weights_are_exported(
+    tmp_path: Path, capsys, callbacks: list[dict[str, Any]]
+) -> None:
+    """As `trainer.save` has them; the best ones are those whose loss is listed."""
+    optimizer = keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
+    model = towers("user", "item", optimizer=keras.optimizers.LossScaleOptimizer(optimizer))
+    x, y = np.random.default_rng(0).normal(size=(24, 6)), np.arange(24) % 3
+    words = ["run.dir=run", "trainer.epochs=3", "checkpoint.every=1ep", "logging.progress=none"]
+    with Trainer(overrides=[*words, "checkpoint.best=val_loss", "data.batch_size=6"]) as trainer:
+        swaps = [keras.callbacks.SwapEMAWeights(**each) for each in callbacks]
+        history = trainer.fit(model, (x, y), validation_data=(x, y), callbacks=swaps)
+        trainer.save("saved.keras")
+    saved = keras.models.load_model("saved.keras")
+    for name in ("m.keras", "m.weights.h5"):
+        assert main.main(["checkpoint", "export", "run", name]) == 0
+        said = capsys.readouterr().out
+        assert ("averages that the optimizer keeps" in said) == (
+            callbacks != [{"swap_on_epoch": True}]
+        )
+    assert by_name(keras.models.load_model("m.keras")) == by_name(saved)
+    dense = (keras.layers.Dense(6, name=name) for name in ("user", "item"))
+    other = keras.Sequential([keras.Input((6,)), *dense])
+    other.load_weights("m.weights.h5")
+    assert by_name(other) == by_name(saved)
+    if callbacks:
+        assert main.main(["checkpoint", "export", "run", "best.keras", "--best"]) == 0
+        found = keras.models.load_model("best.keras").evaluate(x, y, verbose=0)
+        assert found == pytest.approx(min(history.history["val_loss"]), rel=1e-5)
+
+
 def with_words(mode: str) -> Any:
     """A model whose vocabularies are found in data, at any depth."""
     words = keras.layers.TextVectorization(max_tokens=9, pad_to_max_tokens=True, output_mode=mode)

@@ -216,12 +216,14 @@ def _global_seed() -> list[tuple[str, Any]]:
 
 
 def _describe(optimizer: Any, model: Any) -> dict[str, Any]:
-    """An optimizer's class, and the indices of its variables in `model.variables`."""
+    """An optimizer's class, whether it is that of `compile`, whose averages of weights Keras puts
+    in place as training ends, and the indices of its variables in `model.variables`."""
     places = {id(variable): place for place, variable in enumerate(model.variables)}
     trained = getattr(optimizer, "_trainable_variables", [])
     return {
         "class": type(optimizer).__name__,
         "built": bool(optimizer.built),
+        "compiled": optimizer is getattr(model, "optimizer", None),
         "variables": [places[id(v)] for v in trained if id(v) in places],
     }
 

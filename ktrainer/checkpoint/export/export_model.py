@@ -50,9 +50,10 @@ _TOP = ("Sequential", "DTypePolicy", "DTypePolicyMap", "Variable", "KerasTensor"
 _DANGEROUS = ("Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
 
 
-def export_model(checkpoint: Path, output: Path, function: str | None = None) -> None:
+def export_model(checkpoint: Path, output: Path, function: str | None = None) -> bool:
     """Write the model of a checkpoint, from any number of stages, to a Keras file; local layers as
-    rank 0 has them.
+    rank 0 has them. Weights of which the optimizer keeps averages (`use_ema`) are these, as at the
+    end of training; return whether some were put in place.
 
     Args:
         checkpoint: its folder; all of it is checked first.
@@ -68,6 +69,8 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
         raise CheckpointError(f"{output} must end in .keras or .weights.h5")
     arrays, state = read_run(checkpoint)
     arrays, state = arrays_of_rank(arrays, state, 0), {**state, "local": []}
+    averages = {} if _has_averages(state) else _averages(arrays, state)
+    arrays |= {name: arrays[average] for name, average in averages.items()}
     whole = output.suffix == ".keras"
     if function is None:
         model = _rebuilt(checkpoint, arrays, state, whole)
@@ -79,6 +82,30 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
     problem = write_file(model, output)
     if problem:
         raise CheckpointError(problem)
+    return bool(averages)
+
+
+def _has_averages(state: Mapping[str, Any]) -> bool:
+    """Whether Keras' SwapEMAWeights had put the averages into the model."""
+    attributes = (saved.get("attributes", {}) for saved in state.get("callbacks", ()))
+    return any(each.get("_ema_weights_in_model") for each in attributes)
+
+
+def _averages(arrays: Arrays, state: Mapping[str, Any]) -> dict[str, str]:
+    """The names of weights, and those of the averages that the compiled optimizer keeps of them."""
+    names, optimizers = [n for n in arrays if n.startswith("model/")], state.get("optimizers", ())
+    found = {}
+    for i, facts in enumerate(optimizers):
+        if not facts.get("compiled", len(optimizers) == 1):
+            continue
+        slots = [name for name in arrays if name.startswith(f"optimizer/{i}/")]
+        for name in (names[place] for place in facts["variables"] if place < len(names)):
+            path = name.removeprefix("model/").split("#")[0].replace("/", "_")
+            own = (each for each in slots if each.split(":", 1)[1] == f"{path}_average")
+            if slot := next(own, None):
+                slots.remove(slot)
+                found[name] = slot
+    return found
 
 
 def _rebuilt(checkpoint: Path, arrays: Arrays, state: Mapping[str, Any], whole: bool) -> Any:
