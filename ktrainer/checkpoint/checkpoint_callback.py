@@ -343,9 +343,8 @@ class Checkpoint(Callback):
 
     def _pruning(self) -> Callable[[Store], None]:
         """The function that removes older checkpoints after a new one is written."""
-        mode = self._best.direction(self.model) if self.best else "min"
         step = self._best.step  # of now: this runs while training continues
-        return lambda store: store.prune(self.keep, self.best, mode, step)
+        return lambda store: store.prune(self.keep, step)
 
     def _progress_at_epoch_end(self, epoch: int) -> Progress:
         """The position to resume from: the next epoch, unless a stop cut this one short."""
