@@ -85,7 +85,7 @@ class Checkpoint(Callback):
     ) -> None:
         super().__init__()
         _check_arguments(every, keep, best, mode)
-        self._given = Path(directory) if directory is not None else None
+        self._given = Path(directory).expanduser() if directory is not None else None
         self.directory = self._given
         self.every = Every(every)
         self.keep, self.allow_nan = keep, allow_nan

@@ -134,6 +134,7 @@ def _read_on_root(
 
 
 def _asked_for(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    path = path.expanduser()
     if (path / MANIFEST).exists():
         return read_run(path)
     for folder in (path, path / "checkpoints"):

@@ -98,6 +98,21 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> N
         assert whole[2] == 15
 
 
+def test_the_home_folder_in_the_names_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = settings(Path("~/runs"), checkpoint__dir="~/kept", trainer__epochs=1)
+    words = settings(Path("~/new"), checkpoint__resume="~/kept", trainer__epochs=2)
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        patch.chdir(tmp_path)
+        train(kept)
+        assert {path.name for path in tmp_path.iterdir()} == {"runs", "kept"}
+        resumed, whole = train(words), train([*kept, "trainer.epochs=2"])
+    assert whole[2] == 10
+    assert resumed == whole
+
+
 class Fails(keras.callbacks.Callback):
     """Fails as an epoch begins, or at a batch of it."""
 
