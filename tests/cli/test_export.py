@@ -106,6 +106,45 @@ def test_layers_that_only_their_numbers_tell_apart(tmp_path: Path, capsys) -> No
     np.testing.assert_array_equal(keras.models.load_model("m.keras")(x), then(x))
 
 
+class Pair(keras.Model):
+    """Two models that a loop trains, in one that is not compiled, with optimizers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = (
+            keras.Sequential([keras.Input((6,)), keras.layers.Dense(6, name=name)], name=name)
+            for name in ("user", "item")
+        )
+        self.made = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)]
+        self.built = True
+
+
+def test_models_of_a_loop_with_metrics_are_exported(tmp_path: Path) -> None:
+    pair, seen = Pair(), keras.metrics.Mean()
+    for optimizer, model in zip(pair.made, (pair.user, pair.item), strict=True):
+        optimizer.build(model.trainable_variables)
+    words = ["run.dir=run", "trainer.epochs=1", "checkpoint.every=1ep", "logging.progress=none"]
+    with Trainer(overrides=words) as trainer:
+        given = {"model": [pair.user, pair.item], "optimizer": pair.made, "state": {"seen": seen}}
+        for batch in trainer.steps(np.ones((4, 6)), batch_size=2, **given):
+            pair.user.weights[0].assign_add(keras.ops.ones((6, 6)) * float(batch[0].shape[0]))
+            seen.update_state(1.0)
+    export = ["checkpoint", "export", "run", "m.weights.h5", "--model", f"{__name__}:Pair"]
+    assert main.main(export) == 0
+    other = Pair()
+    other.load_weights("m.weights.h5")
+    assert by_name(other) == by_name(pair)
+
+
+def test_weights_alone_need_no_optimizer_of_the_training(tmp_path: Path, capsys) -> None:
+    assert exported(tmp_path, "sgd", item_first_with_slots) == 2
+    assert (
+        "this model has the optimizers ['Adam'], the checkpoint ['SGD']" in capsys.readouterr().err
+    )
+    function = f"{__name__}:{item_first_with_slots.__name__}"
+    assert main.main(["checkpoint", "export", "run", "m.weights.h5", "--model", function]) == 0
+
+
 @pytest.mark.parametrize("callbacks", [[], [{}], [{"swap_on_epoch": True}]])
 def test_averages_of_weights_are_exported(
     tmp_path: Path, capsys, callbacks: list[dict[str, Any]]

@@ -44,19 +44,22 @@ Pairs = list[tuple[Any, str]]  # (variable, name of its array)
 COUNTER = re.compile(r"_\d+")
 
 
-def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: World) -> Pairs:
+def pair_variables(
+    model: Any, saved: Arrays, state: Mapping[str, Any], world: World, optimizers: bool = True
+) -> Pairs:
     """Pair the variables in this process with saved arrays. Changes no value.
 
     Args:
         saved: the arrays of this rank, or placeholders of their shapes and dtypes.
+        optimizers: whether those of optimizers are paired, too.
 
     Raises:
         CheckpointError: on all ranks, if the arrays do not fit all of the model.
     """
-    problems = _build_optimizers(model, state.get("optimizers", []))
-    pairs, mismatches = match_arrays(
-        _part(saved, "model/", "optimizer/", "seed/"), named_variables(model)
-    )
+    problems = _build_optimizers(model, state.get("optimizers", [])) if optimizers else []
+    kinds = ("model/", "seed/", *(["optimizer/"] if optimizers else []))
+    named = [(name, v) for name, v in named_variables(model) if name.startswith(kinds)]
+    pairs, mismatches = match_arrays(_part(saved, *kinds), named)
     problems += [*mismatches, *powersgd_problems(model, saved, state)]
     local = local_variables(model)
     problems += [

@@ -76,7 +76,7 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
         model = _rebuilt(checkpoint, arrays, state, whole)
     else:
         model = model_of_function(function)
-        _fill(model, arrays, state, of_function=True)
+        _fill(model, arrays, state, whole, of_function=True)
         if not whole and model.compiled:
             model.optimizer = None  # it would be among the weights
     problem = write_file(model, output)
@@ -119,11 +119,11 @@ def _rebuilt(checkpoint: Path, arrays: Arrays, state: Mapping[str, Any], whole: 
             f"built from a file: that could run code. {_REMEDY}"
         )
     if not whole or compiled is None or untrusted_objects(compiled):
-        return _fill(_made(config, checkpoint), arrays, state)
+        return _fill(_made(config, checkpoint), arrays, state, whole)
     try:
-        return _fill(_made(config | {"compile_config": compiled}, checkpoint), arrays, state)
+        return _fill(_made(config | {"compile_config": compiled}, checkpoint), arrays, state, whole)
     except CheckpointError:  # an optimizer that was changed after `compile`, say
-        return _fill(_made(config, checkpoint), arrays, state)
+        return _fill(_made(config, checkpoint), arrays, state, whole)
 
 
 def _description(checkpoint: Path) -> dict[str, Any]:
@@ -180,20 +180,33 @@ def model_of_function(function: str) -> Any:
     return model
 
 
-def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: bool = False) -> Any:
+def _fill(
+    model: Any, arrays: Arrays, state: Mapping[str, Any], whole: bool, of_function: bool = False
+) -> Any:
     """Assign the values of the checkpoint to `model`, and to its optimizer if it is compiled.
 
     Args:
+        whole: whether its optimizer is written, too.
         of_function: a function has built it, which may list its layers in another order.
     """
     _check_vocabularies(model, state, of_function)
-    if not model.compiled:
-        arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
-        state = {**state, "optimizers": []}
-    arrays = _renamed(arrays, [name for name, _ in named_variables(model)], of_function)
-    for variable, name in pair_variables(model, arrays, state, SingleWorld()):
+    optimizers = whole and model.compiled
+    kinds = ("model/", "seed/", *(["optimizer/"] if optimizers else []))
+    names = [name for name, _ in named_variables(model) if name.startswith(kinds)]
+    of_loop = _state_of_loop(state, arrays) - set(names)
+    arrays = {n: a for n, a in arrays.items() if n.startswith(kinds) and n not in of_loop}
+    arrays = _renamed(arrays, names, of_function)
+    for variable, name in pair_variables(model, arrays, state, SingleWorld(), optimizers):
         variable.assign(arrays[name])
     return model
+
+
+def _state_of_loop(state: Mapping[str, Any], arrays: Arrays) -> set[str]:
+    """The names of metrics and variables in the `state` of `trainer.steps`."""
+    callbacks = [str(saved["callback"]) for saved in state.get("callbacks", ())]
+    if not any(name.startswith("ktrainer.training.loop_state.LoopValues#") for name in callbacks):
+        return set()
+    return {name for name in arrays if name.startswith("model/state/")}
 
 
 def _check_vocabularies(model: Any, state: Mapping[str, Any], of_function: bool) -> None:
