@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,22 @@ def test_values_that_are_no_numbers_are_named(tmp_path: Path) -> None:
     words = {"model/kernel": np.ones(2), "model/words": np.array([b"red"], object)}
     with pytest.raises(CheckpointError, match="model/words: values of dtype object cannot be kept"):
         write_checkpoint(tmp_path / "step-00000007", words, STATE, {})
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_flush_folders(
+    tmp_path: Path, monkeypatch: Any, number: int, fails: bool
+) -> None:
+    fsync = os.fsync
+
+    def refuses_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, "no folders")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuses_folders)
+    with pytest.raises(CheckpointError, match="no folders") if fails else nullcontext():
+        read_checkpoint(write(tmp_path / "step-00000007"))
 
 
 def test_an_error_of_the_checksum_ends_the_save(tmp_path: Path, monkeypatch: Any) -> None:
