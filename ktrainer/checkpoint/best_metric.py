@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,12 @@ class BestMetric:
         """`min` or `max`: whether a lower or a higher value is better."""
         assert self.name is not None
         return metric_direction(model, self.name) if self.mode == "auto" else self.mode
+
+    def check(self, model: Any) -> None:
+        """Raise an error if a metric of `model` has the name, and does not say which is better.
+        Before the first update Keras has not built what `compile` was given."""
+        if self.name is not None and any(_metrics_named(model, self.name)):
+            self.direction(model)
 
     def improves(self, model: Any, value: float) -> bool:
         """Return whether `value` is finite, and better than the best so far."""
@@ -59,20 +66,25 @@ def metric_direction(model: Any, monitor: str) -> str:
     Raises:
         ConfigError: unknown by its name and by the metric itself.
     """
-    name = monitor.removeprefix("val_")
     if is_loss(monitor):
         return "min"
-    for metric in model.metrics:
-        parts = metric.metrics if hasattr(type(metric), "metrics") else [metric]
-        for part in parts:
-            found = getattr(part, "_direction", None)
-            if found and (name == part.name or name.endswith(f"_{part.name}")):
-                return "max" if found == "up" else "min"
+    for metric in _metrics_named(model, monitor):
+        if found := getattr(metric, "_direction", None):
+            return "max" if found == "up" else "min"
     raise ConfigError(
         f"cannot tell whether a high or a low {monitor!r} is better; set checkpoint.mode to min "
         "or max.",
         path="checkpoint.mode",
     )
+
+
+def _metrics_named(model: Any, monitor: str) -> Iterator[Any]:
+    """The metrics whose value may be `monitor` in the logs."""
+    name = monitor.removeprefix("val_")
+    for metric in model.metrics:
+        for part in metric.metrics if hasattr(type(metric), "metrics") else [metric]:
+            if name == part.name or name.endswith(f"_{part.name}"):
+                yield part
 
 
 def is_loss(monitor: str) -> bool:

@@ -85,7 +85,7 @@ class Checkpoint(Callback):
     ) -> None:
         super().__init__()
         _check_arguments(every, keep, best, mode)
-        self._given = Path(directory) if directory is not None else None
+        self._given = Path(directory).expanduser() if directory is not None else None
         self.directory = self._given
         self.every = Every(every)
         self.keep, self.allow_nan = keep, allow_nan
@@ -97,6 +97,7 @@ class Checkpoint(Callback):
         self._validated: Mapping[str, float] | None = None  # logs to judge
         # Whether the metric `best` was in logs, or a warning has said that it was not.
         self._best_known: bool | None = None
+        self._checked = False  # whether the metric `best` says which value is better
         self._at_cut: Snapshot | None = None  # the state to resume an incomplete epoch from
         self._saver: BackgroundWriter | None = None
         self._run = ""  # name of this run in its checkpoints, the same over restarts
@@ -115,6 +116,7 @@ class Checkpoint(Callback):
         self.close()
         self._best.value = self._best.step = self._at_cut = self._validated = None
         self._saved, self._best_known, self._restored = (), None, (0, 0)
+        self._checked = False
         if not self.train_state.joining:  # else it comes with the state
             self._run = self.world.broadcast(secrets.token_hex(8), 0, "name of the run")
         self.every.steps_per_epoch = self.steps_per_epoch
@@ -154,6 +156,9 @@ class Checkpoint(Callback):
         return self.every.updates_until_due(self.progress)
 
     def on_step_checkpoint(self, step: int, logs: Mapping[str, Any] | None = None) -> None:
+        if not self._checked:
+            self._best.check(self.model)
+            self._checked = True
         validated, self._validated = self._validated, None
         due = self._due(epoch_end=False)
         if validated is not None and self._save_if_better(
@@ -343,9 +348,8 @@ class Checkpoint(Callback):
 
     def _pruning(self) -> Callable[[Store], None]:
         """The function that removes older checkpoints after a new one is written."""
-        mode = self._best.direction(self.model) if self.best else "min"
         step = self._best.step  # of now: this runs while training continues
-        return lambda store: store.prune(self.keep, self.best, mode, step)
+        return lambda store: store.prune(self.keep, step)
 
     def _progress_at_epoch_end(self, epoch: int) -> Progress:
         """The position to resume from: the next epoch, unless a stop cut this one short."""

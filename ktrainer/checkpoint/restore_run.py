@@ -22,6 +22,7 @@ from ktrainer.checkpoint.contents.restore_state import (
     needed_arrays,
     pair_attributes,
     pair_variables,
+    vocabulary_problems,
 )
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.format.checkpoint_folder import MANIFEST
@@ -80,6 +81,8 @@ def resume(
     if check is not None:
         check(state)
     check_ranks(state, world)
+    for problem in vocabulary_problems(model, state) if world.is_root else ():
+        warnings.warn(f"{problem}. Adapt the layer to the same data as then", stacklevel=3)
     arrays = deal_errors(arrays, state, world.size) if world.is_root else arrays
     callbacks = list(callbacks)
     saved = _specs(arrays, world)
@@ -131,6 +134,7 @@ def _read_on_root(
 
 
 def _asked_for(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    path = path.expanduser()
     if (path / MANIFEST).exists():
         return read_run(path)
     for folder in (path, path / "checkpoints"):

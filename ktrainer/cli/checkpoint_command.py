@@ -108,8 +108,10 @@ def run(args: argparse.Namespace) -> int:
     quiet_tensorflow()
     from ktrainer.checkpoint.export.export_model import export_model
 
-    export_model(found.path, Path(args.output), args.model)
+    averaged = export_model(found.path, Path(args.output), args.model)
     print(f"wrote {args.output} from {found.path}")
+    if averaged:
+        print("its weights are the averages that the optimizer keeps (use_ema)")
     return 0
 
 

@@ -120,5 +120,5 @@ def _is_here(address: str) -> bool:
 
 def _existing(folder: str) -> Path:
     """The folder, or the nearest one above it that exists; "{time}" may stand in its name."""
-    path = Path(folder).absolute()
+    path = Path(folder).expanduser().absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())

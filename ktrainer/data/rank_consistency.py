@@ -17,6 +17,7 @@ import numpy as np
 
 from ktrainer.distributed.world import World
 from ktrainer.errors import DivergenceError
+from ktrainer.steps.named_variables import vocabularies
 
 if TYPE_CHECKING:
     import keras
@@ -30,6 +31,7 @@ _REMEDIES = {
     "numbers are the same on every rank.",
     "config": "Start every rank with the same configuration and command line.",
     "model": "Build the same model on every rank.",
+    "vocabulary": "Adapt the layer to the same data on every rank, or give it a vocabulary.",
     "data": (
         "With data.batch=global every rank must be given the same data in the same order: seed "
         "every shuffle (`dataset.shuffle(n, seed=0)`, `torch.manual_seed(0)`). If each rank has "
@@ -126,6 +128,8 @@ def model_facts(model: keras.Model, rates: bool = True) -> dict[str, str]:
     for i, variable in enumerate(model.variables):
         name = _plain(variable.path)
         facts[f"variable {i} ({name})"] = f"{variable.dtype}{list(variable.shape)}"
+    for name, digest in vocabularies(model).items():
+        facts[f"vocabulary of {name}"] = digest
     facts["trainable variables"] = str(len(model.trainable_variables))
     for name, value in (_config_of(getattr(model, "get_compile_config", dict)) or {}).items():
         facts[f"compile {name}"] = _dump(value)[:200]
@@ -240,10 +244,14 @@ def _explain(different: list[str], everyone: list[dict[str, str]], members: Sequ
         )
     if len(different) > _SHOWN:
         lines.append(f"  and {len(different) - _SHOWN} more")
-    kinds = dict.fromkeys(
-        "examples" if "/examples/" in name else name.split(" ", 1)[0] for name in different
-    )
+    kinds = dict.fromkeys(map(_kind, different))
     return "\n".join(lines + [_REMEDIES[kind] for kind in kinds])
+
+
+def _kind(name: str) -> str:
+    if name.startswith("model vocabulary of "):
+        return "vocabulary"
+    return "examples" if "/examples/" in name else name.split(" ", 1)[0]
 
 
 def _groups(values: list[str], members: Sequence[int]) -> str:

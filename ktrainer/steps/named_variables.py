@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
@@ -39,6 +42,9 @@ _ALIASES = (
     *("_compile_loss", "_compile_metrics", "_loss_tracker", "_metrics"),
 )
 _OF_KERAS = "_variables"  # a list of what an object of Keras has as attributes
+
+
+_digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of lookup tables, which are constant
 
 
 class StateVariable:
@@ -144,8 +150,10 @@ def attribute_variables(model: Any, metrics: bool = True) -> list[tuple[str, Sta
         known += [v for layer in layers for m in layer._metrics for v in m.variables]
     seen = {id(inner_variable(v)) for v in known}
     found = []
-    for layer, name in named_layers(model):
-        for each in _inside(vars(layer), f"{ATTRIBUTE}{name}"):
+    layers = named_layers(model)
+    for entered in (None, set[int]()):  # those that earlier checkpoints have keep their names
+        inside = (_inside(vars(of), f"{ATTRIBUTE}{n}", entered=entered) for of, n in layers)
+        for each in itertools.chain.from_iterable(inside):
             dtype = tf.as_dtype(each.variable.dtype)
             numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
             inner = inner_variable(each)
@@ -187,6 +195,39 @@ def named_layers(model: Any) -> list[tuple[Any, str]]:
     return list(zip(layers, names, strict=True))
 
 
+def lookup_layers(model: Any) -> list[tuple[Any, str]]:
+    """(layer, unique name) of the layers of `model` that have a vocabulary, at any depth. That
+    inside of a `TextVectorization` has the name of this."""
+    kinds = (keras.layers.StringLookup, keras.layers.IntegerLookup)
+    found, outer = [], dict[int, str]()
+    for layer, name in named_layers(model):
+        if isinstance(layer, keras.layers.TextVectorization):
+            outer |= {id(each): name for each in layer._flatten_layers(include_self=False)}
+        elif isinstance(layer, kinds):
+            found.append((layer, outer.get(id(layer), name)))
+    return found
+
+
+def vocabularies(model: Any) -> dict[str, str]:
+    """The size and a digest of each vocabulary, in order and with tf-idf weights, by the name of
+    its layer. `get_config` describes none that was adapted."""
+    return {name: _vocabulary(layer) for layer, name in lookup_layers(model)}
+
+
+def _vocabulary(layer: Any) -> str:
+    table = layer.lookup_table  # another one after `adapt`
+    if table not in _digests:
+        pairs = (
+            [each.numpy() for each in table.export()] if int(table.size()) else [np.zeros(0)] * 2
+        )
+        words, places = reversed(pairs) if layer.invert else pairs
+        digest = hashlib.blake2b(repr(words[np.argsort(places)].tolist()).encode(), digest_size=6)
+        if layer.output_mode == "tf_idf" and len(words):
+            digest.update(np.asarray(layer.idf_weights_const).tobytes())
+        _digests[table] = f"{len(words)} words, {digest.hexdigest()}"
+    return _digests[table]
+
+
 def _name_in_any_process(layer: Any) -> str:
     """A layer's name without the number that Keras may have given it, by the process' history."""
     kind = to_snake_case(type(layer).__name__)
@@ -194,13 +235,19 @@ def _name_in_any_process(layer: Any) -> str:
 
 
 def _inside(
-    value: Any, path: str, depth: int = 0, of_keras: bool = False
+    value: Any,
+    path: str,
+    depth: int = 0,
+    of_keras: bool = False,
+    entered: set[int] | None = None,
 ) -> Iterator[StateVariable]:
-    """Variables and generators that `value` is or has.
+    """Variables and generators that `value` is or has, in up to three nested lists and dicts.
 
     Args:
         of_keras: those of Keras, too, as in losses, optimizers and the like. What a layer has
             besides its weights, such as what it remembers, is not of a run.
+        entered: ids of losses, optimizers and the like that were looked into, each once, and to the
+            depth of a layer; None: with the depth of where they are, as in earlier versions.
     """
     if of_keras and isinstance(value, keras.random.SeedGenerator):
         value = value.state
@@ -214,22 +261,28 @@ def _inside(
     elif isinstance(value, tf.Module):
         kinds = (tf.Variable, tf.random.Generator)
         found = value._flatten(predicate=lambda each: isinstance(each, kinds))
-        yield from _inside(list(found), path, depth, of_keras)
-    elif depth < 3 and isinstance(value, _WITH_STATE):
-        yield from _inside(vars(value), path, depth, of_keras=True)
-    elif depth < 3 and isinstance(value, (list, tuple)):
+        yield from _inside(list(found), path, depth, of_keras, entered)
+    elif isinstance(value, _WITH_STATE):
+        if entered is None and depth < 3:
+            yield from _inside(vars(value), path, depth, True)
+        elif entered is not None and id(value) not in entered:
+            entered.add(id(value))
+            yield from _inside(vars(value), path, 0, True, entered)
+    elif depth >= 3:
+        return
+    elif isinstance(value, (list, tuple)):
         for k, each in enumerate(value):
-            yield from _inside(each, f"{path}/{k}", depth + 1, of_keras)
-    elif depth < 3 and isinstance(value, dict):
+            yield from _inside(each, f"{path}/{k}", depth + 1, of_keras, entered)
+    elif isinstance(value, dict):
         for key in sorted(value, key=str):
             if key not in _ALIASES and not (of_keras and key == _OF_KERAS):
-                yield from _inside(value[key], f"{path}/{key}", depth + 1, of_keras)
+                yield from _inside(value[key], f"{path}/{key}", depth + 1, of_keras, entered)
 
 
 def variables_in(value: Any) -> list[Any]:
     """The variables, TensorFlow's and those of Keras' losses, optimizers and the like, and the
     states of random generators, that `value` is or has."""
-    return [each.variable for each in _inside(value, "")]
+    return [each.variable for each in _inside(value, "", entered=set())]
 
 
 def model_variables(model: Any) -> list[tuple[str, Any]]:

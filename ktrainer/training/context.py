@@ -83,7 +83,7 @@ class RunContext:
         return any(self.later_fits(state))
 
     def _checkpoint_dir(self, state: TrainState, fit: int) -> Path:
-        path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints")
+        path = Path(self.config.checkpoint.dir or self.run_dir / "checkpoints").expanduser()
         return of_fit(path, fit, state.inside)
 
     @property

@@ -274,7 +274,7 @@ def _begins_in(folder: Path, context: RunContext, state: TrainState) -> bool:
     mode = context.config.checkpoint.resume
     if mode in ("auto", "never") or state.fits > 1:
         return mode == "auto"
-    named = Path(mode).absolute()
+    named = Path(mode).expanduser().absolute()
     return folder in (named, named / "checkpoints")
 
 

@@ -165,6 +165,22 @@ def test_a_monitor_that_is_not_there(tmp_path) -> None:
         fit(small_model(), [Scores(1.0), Checkpoint(tmp_path, best="score")])
 
 
+def test_a_metric_of_unknown_direction_is_refused_after_the_first_update(tmp_path) -> None:
+    def closeness(y_true: Any, y_pred: Any) -> Any:
+        return -keras.ops.abs(y_true - y_pred)
+
+    class Counts(Callback):
+        def on_step_begin(self, step: int) -> None:
+            begun.append(step)
+
+    begun: list[int] = []
+    model = small_model()
+    model.compile("sgd", "mse", metrics=[closeness])
+    with pytest.raises(ConfigError, match=r"'closeness' is better; set checkpoint\.mode"):
+        fit(model, [Counts(), Checkpoint(tmp_path, best="closeness", every="1ep")])
+    assert len(begun) == 1
+
+
 def test_an_epoch_without_validation_has_no_metric_of_it(tmp_path) -> None:
     words = {"run__dir": tmp_path, "trainer__epochs": 4, "trainer__validate_every": "2ep"}
     with warnings.catch_warnings():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,8 @@ ARRAYS = {
     "model/eight": np.arange(5).astype(ml_dtypes.float8_e4m3fn),
     "optimizer/0/0:iteration": np.int64(7),
     "model/scalar": np.array(2.5, ml_dtypes.bfloat16),
+    "model/wide": np.array([[1.5 + 0.1j, -2j], [np.nan, 1e-300]]),
+    "model/one": np.array(0.1 + 0.2j),
     "flags": np.array([True, False]),
     "empty": np.zeros((0, 3), "float64"),
     "seed": np.uint32([1, 2]),
@@ -51,6 +57,28 @@ def test_round_trip_is_exact_to_the_bit(tmp_path) -> None:
     assert state["progress"] == STATE["progress"]
     assert np.isnan(state["history"]["loss"][0])
     np.testing.assert_array_equal(state["history"]["vector"][0], np.float32([1, 2]))
+
+
+def test_values_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    words = {"model/kernel": np.ones(2), "model/words": np.array([b"red"], object)}
+    with pytest.raises(CheckpointError, match="model/words: values of dtype object cannot be kept"):
+        write_checkpoint(tmp_path / "step-00000007", words, STATE, {})
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_file_system_that_cannot_flush_folders(
+    tmp_path: Path, monkeypatch: Any, number: int, fails: bool
+) -> None:
+    fsync = os.fsync
+
+    def refuses_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, "no folders")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuses_folders)
+    with pytest.raises(CheckpointError, match="no folders") if fails else nullcontext():
+        read_checkpoint(write(tmp_path / "step-00000007"))
 
 
 def test_an_error_of_the_checksum_ends_the_save(tmp_path: Path, monkeypatch: Any) -> None:

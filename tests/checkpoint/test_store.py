@@ -21,15 +21,15 @@ def save(store: Store, step: int, value: float | None = None) -> None:
     store.save({"a": np.full(2, step)}, {"step": step}, step, facts=facts)
 
 
-def scored(value: float) -> dict[str, Any]:
-    return {"metric": {"name": "val_loss", "value": value, "mode": "min"}}
+def scored(value: float, name: str = "val_loss", mode: str = "min") -> dict[str, Any]:
+    return {"metric": {"name": name, "value": value, "mode": mode}}
 
 
 def test_keeps_the_last_and_the_best(tmp_path) -> None:
     store = Store(tmp_path)
     for step, value in enumerate([3.0, 1.0, 2.0, 2.5, 1.0], start=1):
         save(store, step, value)
-        store.prune(2, "val_loss", "min")
+        store.prune(2)
     assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     best, latest = store.best("val_loss", "min"), store.latest()
     assert best is not None
@@ -55,11 +55,24 @@ def test_each_run_keeps_its_best(tmp_path) -> None:
     store = Store(tmp_path)
     for run, step, value in [("a", 1, 0.1), ("a", 2, 0.5), ("b", 3, 3.0), ("b", 4, 2.0)]:
         store.save({"a": np.zeros(1)}, {}, step, facts={**scored(value), "run": run})
-        store.prune(1, "val_loss", "min")
+        store.prune(1)
     assert names(tmp_path) == ["step-00000001", "step-00000004"]
     best = store.best("val_loss", "min", "b")
     assert best is not None
     assert best.step == 4
+
+
+def test_the_best_stays_when_the_run_continues_with_another_metric_or_none(tmp_path) -> None:
+    store = Store(tmp_path)
+    for step, value in enumerate([3.0, 1.0, 2.0], start=1):
+        save(store, step, value)
+    for step, value in enumerate([0.7, 0.9, 0.8], start=4):
+        store.save({"a": np.zeros(1)}, {}, step, facts=scored(value, "val_auc", "max"))
+        store.prune(2)
+    for step in (7, 8):
+        save(store, step)
+        store.prune(2)
+    assert [entry.step for entry in store.entries()] == [8, 7, 5, 2]
 
 
 def test_the_same_step_again_replaces(tmp_path) -> None:

@@ -106,6 +106,76 @@ def test_layers_that_only_their_numbers_tell_apart(tmp_path: Path, capsys) -> No
     np.testing.assert_array_equal(keras.models.load_model("m.keras")(x), then(x))
 
 
+class Pair(keras.Model):
+    """Two models that a loop trains, in one that is not compiled, with optimizers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.item = (
+            keras.Sequential([keras.Input((6,)), keras.layers.Dense(6, name=name)], name=name)
+            for name in ("user", "item")
+        )
+        self.made = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)]
+        self.built = True
+
+
+def test_models_of_a_loop_with_metrics_are_exported(tmp_path: Path) -> None:
+    pair, seen = Pair(), keras.metrics.Mean()
+    for optimizer, model in zip(pair.made, (pair.user, pair.item), strict=True):
+        optimizer.build(model.trainable_variables)
+    words = ["run.dir=run", "trainer.epochs=1", "checkpoint.every=1ep", "logging.progress=none"]
+    with Trainer(overrides=words) as trainer:
+        given = {"model": [pair.user, pair.item], "optimizer": pair.made, "state": {"seen": seen}}
+        for batch in trainer.steps(np.ones((4, 6)), batch_size=2, **given):
+            pair.user.weights[0].assign_add(keras.ops.ones((6, 6)) * float(batch[0].shape[0]))
+            seen.update_state(1.0)
+    export = ["checkpoint", "export", "run", "m.weights.h5", "--model", f"{__name__}:Pair"]
+    assert main.main(export) == 0
+    other = Pair()
+    other.load_weights("m.weights.h5")
+    assert by_name(other) == by_name(pair)
+
+
+def test_weights_alone_need_no_optimizer_of_the_training(tmp_path: Path, capsys) -> None:
+    assert exported(tmp_path, "sgd", item_first_with_slots) == 2
+    assert (
+        "this model has the optimizers ['Adam'], the checkpoint ['SGD']" in capsys.readouterr().err
+    )
+    function = f"{__name__}:{item_first_with_slots.__name__}"
+    assert main.main(["checkpoint", "export", "run", "m.weights.h5", "--model", function]) == 0
+
+
+@pytest.mark.parametrize("callbacks", [[], [{}], [{"swap_on_epoch": True}]])
+def test_averages_of_weights_are_exported(
+    tmp_path: Path, capsys, callbacks: list[dict[str, Any]]
+) -> None:
+    """As `trainer.save` has them; the best ones are those whose loss is listed."""
+    optimizer = keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
+    model = towers("user", "item", optimizer=keras.optimizers.LossScaleOptimizer(optimizer))
+    x, y = np.random.default_rng(0).normal(size=(24, 6)), np.arange(24) % 3
+    words = ["run.dir=run", "trainer.epochs=3", "checkpoint.every=1ep", "logging.progress=none"]
+    with Trainer(overrides=[*words, "checkpoint.best=val_loss", "data.batch_size=6"]) as trainer:
+        swaps = [keras.callbacks.SwapEMAWeights(**each) for each in callbacks]
+        history = trainer.fit(model, (x, y), validation_data=(x, y), callbacks=swaps)
+        trainer.save("saved.keras")
+    saved = keras.models.load_model("saved.keras")
+    for name in ("m.keras", "m.weights.h5"):
+        assert main.main(["checkpoint", "export", "run", name]) == 0
+        said = capsys.readouterr().out
+        assert ("averages that the optimizer keeps" in said) == (
+            callbacks != [{"swap_on_epoch": True}]
+        )
+    assert by_name(keras.models.load_model("m.keras")) == by_name(saved)
+    dense = (keras.layers.Dense(6, name=name) for name in ("user", "item"))
+    other = keras.Sequential([keras.Input((6,)), *dense])
+    other.load_weights("m.weights.h5")
+    assert by_name(other) == by_name(saved)
+    if callbacks:
+        assert main.main(["checkpoint", "export", "run", "best.keras", "--best"]) == 0
+        found = keras.models.load_model("best.keras").evaluate(x, y, verbose=0)
+        assert found == pytest.approx(min(history.history["val_loss"]), rel=1e-5)
+
+
 def with_words(mode: str) -> Any:
     """A model whose vocabularies are found in data, at any depth."""
     words = keras.layers.TextVectorization(max_tokens=9, pad_to_max_tokens=True, output_mode=mode)
@@ -144,6 +214,16 @@ def not_adapted() -> Any:
     return with_lookup(keras.layers.IntegerLookup())
 
 
+def adapted_otherwise() -> Any:
+    return with_lookup(keras.layers.IntegerLookup(vocabulary=[2, 1]))
+
+
+def adapted_alike() -> Any:
+    layer = keras.layers.IntegerLookup()
+    layer.adapt([2, 1, 1])
+    return with_lookup(layer)
+
+
 def train_with_words(layer: Any) -> None:
     words = ["run.dir=run", "trainer.epochs=1", "checkpoint.every=1ep", "logging.progress=none"]
     with Trainer(overrides=words) as trainer:
@@ -157,6 +237,9 @@ def test_a_function_that_adapts_nothing_is_refused(tmp_path: Path, capsys) -> No
     error = capsys.readouterr().err
     assert "has no vocabulary, so every word" in error
     assert "--model MODULE" not in error
+    assert main.main([*export[:-1], f"{__name__}:adapted_otherwise"]) == 2
+    assert "vocabulary of the layer integer_lookup is not that of the" in capsys.readouterr().err
+    assert main.main([*export[:-1], f"{__name__}:adapted_alike"]) == 0
 
 
 def test_a_vocabulary_that_cannot_be_described_is_refused(

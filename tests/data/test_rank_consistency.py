@@ -138,6 +138,27 @@ def test_model_facts_tell_models_apart(options: dict[str, Any], name: str) -> No
     assert one[name] != two[name]
 
 
+def _look_up(text: str, number: int) -> None:
+    """Compare models that differ in nothing but the words that their layers were adapted to."""
+    words = keras.layers.TextVectorization(max_tokens=4, name="words")
+    words.adapt([text])
+    numbers = keras.layers.IntegerLookup(max_tokens=2, invert=True)
+    numbers.set_vocabulary([number])
+    model = keras.Sequential([words, keras.layers.Embedding(4, 2), numbers])
+    world = distributed.current_world()
+    rank_consistency.check_consistency(world, model_facts=rank_consistency.model_facts(model))
+
+
+def test_ranks_with_other_vocabularies_are_refused(ranks: Group) -> None:
+    ranks(2).run(_look_up, "red green", 7)
+    outcomes = ranks(2).outcomes(_look_up, PerRank(["red green", "red blue"]), PerRank([7, 8]))
+    for outcome in outcomes:
+        assert isinstance(outcome.error, DivergenceError)
+        assert "model vocabulary of words: rank 0: 2 words, " in str(outcome.error)
+        assert "model vocabulary of integer_lookup: rank 0: 1 words, " in str(outcome.error)
+        assert "Adapt the layer to the same data on every rank" in str(outcome.error)
+
+
 class _Private(keras.Model):
     """Not serialisable, and not built."""
 

@@ -47,7 +47,7 @@ def save_and_die(directory: Path, source: Path, model: Any, nth: int) -> bool:
 
         format_module.fault_point = store_module.fault_point = fault_point
         saver = BackgroundWriter(directory, model, SingleWorld(), asynchronous=True)
-        saver.save(snapshot, lambda store: store.prune(2, "val_loss", "min"))
+        saver.save(snapshot, lambda store: store.prune(2))
         saver.wait()
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -107,14 +107,35 @@ class Growing(keras.optimizers.SGD):
         super().apply([self.made * g for g in grads], trainable_variables)
 
 
+class Within(keras.optimizers.SGD):
+    """Adam does its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(0.01)
+        self.adam = keras.optimizers.Adam(0.01)
+
+    def build(self, variables: Any) -> None:
+        super().build(variables)
+        self.adam.build(variables)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        self.adam.apply(grads, trainable_variables)
+
+
+class Deep(Plain):
+    """With a loss in a list, and an optimizer inside of one."""
+
+
 def build(kind: Any = Alternating) -> keras.Model:
+    keras.utils.set_random_seed(0)
     if kind is Scaled:
-        keras.utils.set_random_seed(0)
         model = Plain()
         model.compile(Growing(), Scaled())
         return model
-    keras.utils.set_random_seed(0)
     model = kind()
+    if kind is Deep:
+        model.compile(Within(), [Scaled()])
+        return model
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1), loss)
     return model
@@ -153,6 +174,33 @@ def test_variables_of_a_loss_and_an_optimizer_resume(tmp_path: Path, more: dict[
     assert whole["attribute/alternating/loss/made"] == 30
     assert whole["attribute/alternating/optimizer/made"] == pytest.approx(3)
     assert whole["attribute/alternating/loss/means/0"] != 1
+
+
+def test_variables_of_what_is_inside_of_a_loss_or_an_optimizer_resume(tmp_path: Path) -> None:
+    whole, parts = in_parts(str(tmp_path), Deep)
+    assert parts == whole
+    assert whole["attribute/alternating/loss/0/made"] == 30  # as in earlier versions
+    assert whole["attribute/alternating/loss/0/means/0"] != 1
+    assert np.any(whole["attribute/alternating/optimizer/adam/_velocities/0"])
+
+
+def test_names_of_variables_inside_of_schedules_and_in_rings() -> None:
+    class Factor(keras.optimizers.schedules.LearningRateSchedule):
+        def __init__(self, optimizer: Any = None) -> None:
+            self.factor, self.optimizer = tf.Variable(0.1), optimizer
+
+        def __call__(self, step: Any) -> Any:
+            return self.factor
+
+    model = Plain()
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(Factor()))
+    model.compile(scaled, "mse")
+    scaled.inner_optimizer._learning_rate.optimizer = scaled  # a ring
+    model.more = [keras.optimizers.SGD(Factor())]
+    assert [name for name, _ in attribute_variables(model)] == [
+        "attribute/alternating/more/0/_learning_rate/factor",
+        "attribute/alternating/optimizer/inner_optimizer/_learning_rate/factor",
+    ]
 
 
 def test_ranks_continue_too(tmp_path: Path, ranks: Callable[..., Any]) -> None:
@@ -329,6 +377,27 @@ def test_what_recurrent_layers_remember_is_no_alarm(tmp_path: Path) -> None:
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         x, y = data()
         trainer.fit(model, (x[:36], y[:36]))
+
+
+def embed(words: list[str], text: str) -> None:
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(0)
+    lookup = keras.layers.TextVectorization(5, output_mode="tf_idf", pad_to_max_tokens=True)
+    lookup.adapt(text.split())
+    with Trainer(overrides=words) as trainer:
+        model = keras.Sequential([keras.Input((), dtype="string"), lookup, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        trainer.fit(model, (np.array(["red", "green"] * 20, object), np.ones(40)))
+
+
+def test_a_resume_with_another_vocabulary_is_named(tmp_path: Path) -> None:
+    words = settings(tmp_path, **SETTINGS)
+    embed([*words, "trainer.max_steps=5"], "red green blue")
+    embed([*words, "trainer.max_steps=10"], "blue red green")  # the same; warnings are errors
+    with pytest.warns(UserWarning, match="vocabulary of the layer text_vectorization is not that"):
+        embed([*words, "trainer.max_steps=15"], "red pink green")
+    with pytest.warns(UserWarning, match="3 words, .* now, 3 words, .* then"):  # other tf-idf
+        embed([*words, "trainer.max_steps=20"], "red red pink green")
 
 
 def test_arrays_of_layers_that_are_numbers() -> None:

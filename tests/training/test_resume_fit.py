@@ -98,6 +98,23 @@ def test_ranks_resume_to_the_bit(tmp_path: Path, ranks: Callable[..., Any]) -> N
         assert whole[2] == 15
 
 
+def test_the_home_folder_in_the_names_of_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"checkpoint__every": "1ep", "health__verify": "off", "trainer__accumulate": 1}
+    kept = settings(Path("~/runs"), checkpoint__dir="~/kept", trainer__epochs=1, **short)
+    words = settings(Path("~/new"), checkpoint__resume="~/kept", trainer__epochs=2, **short)
+    with monkeypatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path))
+        patch.chdir(tmp_path)
+        train(kept, build=small.build)
+        assert {path.name for path in tmp_path.iterdir()} == {"runs", "kept"}
+        resumed = train(words, build=small.build)
+        whole = train([*kept, "trainer.epochs=2"], build=small.build)
+    assert whole[2] == 20
+    assert resumed == whole
+
+
 class Fails(keras.callbacks.Callback):
     """Fails as an epoch begins, or at a batch of it."""
 

@@ -5,7 +5,7 @@ Arrays: `model/<path>`, `optimizer/<i>/<k>:<name>`, `seed/global`, `attribute/<l
 of callbacks as `callbacks/<i>/<name>/<k>`; those of PowerSGD as `powersgd/<k>/...`. Those of local
 layers, and what PowerSGD has yet to send, are one set per rank, `...@<rank>`.
 State: progress, History, callbacks' states, the optimizers' classes and variables, early stop,
-metric counts of each rank, names of local arrays.
+metric counts of each rank, names of local arrays, digests of vocabularies.
 
 Of a model that is cut into stages (`placement_of`) each process captures what it holds; names are
 those of the whole model, so a checkpoint fits any number of stages.
@@ -49,6 +49,7 @@ from ktrainer.steps.named_variables import (
     attribute_variables,
     built_optimizers,
     view_of,
+    vocabularies,
 )
 from ktrainer.steps.variable_placement import Placement, placement_of
 
@@ -109,6 +110,7 @@ def capture(
         "optimizers": [_describe(optimizer, model) for optimizer in built_optimizers(model)],
         "stop_training": world.any(bool(getattr(model, "stop_training", False)), "stop of a rank"),
         "world_size": world.size,
+        "vocabularies": vocabularies(model),
         "data_replicas": replicas_of(world)[: len(places)] if places else [],
         **facts,
     }
@@ -214,12 +216,14 @@ def _global_seed() -> list[tuple[str, Any]]:
 
 
 def _describe(optimizer: Any, model: Any) -> dict[str, Any]:
-    """An optimizer's class, and the indices of its variables in `model.variables`."""
+    """An optimizer's class, whether it is that of `compile`, whose averages of weights Keras puts
+    in place as training ends, and the indices of its variables in `model.variables`."""
     places = {id(variable): place for place, variable in enumerate(model.variables)}
     trained = getattr(optimizer, "_trainable_variables", [])
     return {
         "class": type(optimizer).__name__,
         "built": bool(optimizer.built),
+        "compiled": optimizer is getattr(model, "optimizer", None),
         "variables": [places[id(v)] for v in trained if id(v) in places],
     }
 

@@ -30,7 +30,12 @@ from ktrainer.errors import CheckpointError
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
 from ktrainer.steps.local_layers import local_variables
-from ktrainer.steps.named_variables import ATTRIBUTE, attribute_variables, built_optimizers
+from ktrainer.steps.named_variables import (
+    ATTRIBUTE,
+    attribute_variables,
+    built_optimizers,
+    vocabularies,
+)
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.variable_placement import finalize_normalization, placement_of
 
@@ -39,19 +44,22 @@ Pairs = list[tuple[Any, str]]  # (variable, name of its array)
 COUNTER = re.compile(r"_\d+")
 
 
-def pair_variables(model: Any, saved: Arrays, state: Mapping[str, Any], world: World) -> Pairs:
+def pair_variables(
+    model: Any, saved: Arrays, state: Mapping[str, Any], world: World, optimizers: bool = True
+) -> Pairs:
     """Pair the variables in this process with saved arrays. Changes no value.
 
     Args:
         saved: the arrays of this rank, or placeholders of their shapes and dtypes.
+        optimizers: whether those of optimizers are paired, too.
 
     Raises:
         CheckpointError: on all ranks, if the arrays do not fit all of the model.
     """
-    problems = _build_optimizers(model, state.get("optimizers", []))
-    pairs, mismatches = match_arrays(
-        _part(saved, "model/", "optimizer/", "seed/"), named_variables(model)
-    )
+    problems = _build_optimizers(model, state.get("optimizers", [])) if optimizers else []
+    kinds = ("model/", "seed/", *(["optimizer/"] if optimizers else []))
+    named = [(name, v) for name, v in named_variables(model) if name.startswith(kinds)]
+    pairs, mismatches = match_arrays(_part(saved, *kinds), named)
     problems += [*mismatches, *powersgd_problems(model, saved, state)]
     local = local_variables(model)
     problems += [
@@ -92,6 +100,18 @@ def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:
             stacklevel=4,
         )
     return [(v, key) for v, key in pairs if _differs(v, saved[key]) is None]
+
+
+def vocabulary_problems(model: Any, state: Mapping[str, Any]) -> list[str]:
+    """Each vocabulary of `model` that is not that of the checkpoint, in words; earlier versions
+    saved nothing to compare."""
+    saved = state.get("vocabularies", {})
+    return [
+        f"the vocabulary of the layer {name} is not that of the checkpoint ({digest} now, "
+        f"{saved[name]} then), whose weights were trained for other words"
+        for name, digest in vocabularies(model).items()
+        if saved.get(name, digest) != digest
+    ]
 
 
 def needed_arrays(

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import keras
 import numpy as np
 
 from ktrainer.checkpoint.contents.capture_state import capture, history_of, names_to_save
@@ -20,6 +19,7 @@ from ktrainer.errors import CheckpointError
 from ktrainer.runtime.monkeypatching import Replacements
 from ktrainer.state.metric_counts import MetricCounts
 from ktrainer.state.progress import Progress
+from ktrainer.steps.named_variables import lookup_layers
 from ktrainer.steps.variable_placement import placement_of
 
 
@@ -121,18 +121,12 @@ def model_text(model: Any) -> dict[str, bytes]:
     return {}
 
 
-def lookup_layers(model: Any) -> list[Any]:
-    """The layers of `model` that have a vocabulary, at any depth."""
-    kinds = (keras.layers.StringLookup, keras.layers.IntegerLookup)
-    return [layer for layer in model._flatten_layers() if isinstance(layer, kinds)]
-
-
 @contextmanager
 def _vocabularies_described(model: Any) -> Iterator[None]:
     """Have lookup layers describe the vocabulary of now inside the block. Keras describes the one
     that the layer was made with, and writes others, of `adapt` for example, to files."""
     with Replacements() as replacing:
-        for layer in lookup_layers(model):
+        for layer, _ in lookup_layers(model):
             if not layer.get_vocabulary(include_special_tokens=False):
                 continue
             words = layer.get_vocabulary()
@@ -147,7 +141,7 @@ def _vocabularies_described(model: Any) -> Iterator[None]:
 def _vocabularies_left_out(model: Any) -> Iterator[None]:
     """Have lookup layers describe no vocabulary inside the block: no other one than that of now."""
     with Replacements() as replacing:
-        for layer in lookup_layers(model):
+        for layer, _ in lookup_layers(model):
             replacing.set(layer, "input_vocabulary", None)
             replacing.set(layer, "input_idf_weights", None)
         yield

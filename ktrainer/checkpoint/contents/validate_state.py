@@ -174,6 +174,10 @@ def _data(value: Any) -> bool:
     )
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 _PARTS: dict[str, Callable[[Any], bool]] = {
     "progress": _progress,
     "history": _history,
@@ -185,6 +189,7 @@ _PARTS: dict[str, Callable[[Any], bool]] = {
     "counted": _counted,
     "data_replicas": _counts,
     "data": _data,
+    "vocabularies": lambda value: isinstance(value, dict) and all(map(_is_text, value.values())),
     "powersgd": is_powersgd_state,
-    "local": lambda value: isinstance(value, list) and all(isinstance(n, str) for n in value),
+    "local": lambda value: isinstance(value, list) and all(map(_is_text, value)),
 }

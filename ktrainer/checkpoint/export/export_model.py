@@ -17,13 +17,18 @@ from typing import Any
 
 from ktrainer.checkpoint.contents.capture_state import Arrays, named_variables
 from ktrainer.checkpoint.contents.local_state import arrays_of_rank
-from ktrainer.checkpoint.contents.restore_state import COUNTER, pair_variables, reordered
-from ktrainer.checkpoint.contents.run_snapshot import lookup_layers
+from ktrainer.checkpoint.contents.restore_state import (
+    COUNTER,
+    pair_variables,
+    reordered,
+    vocabulary_problems,
+)
 from ktrainer.checkpoint.contents.validate_state import read_run
 from ktrainer.checkpoint.export.keras_file import write_file
 from ktrainer.checkpoint.format.checkpoint_folder import MODEL
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import CheckpointError
+from ktrainer.steps.named_variables import lookup_layers
 
 _REMEDY = (
     "Give the function that builds the model, with --model MODULE:FUNCTION (which runs that "
@@ -45,9 +50,10 @@ _TOP = ("Sequential", "DTypePolicy", "DTypePolicyMap", "Variable", "KerasTensor"
 _DANGEROUS = ("Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
 
 
-def export_model(checkpoint: Path, output: Path, function: str | None = None) -> None:
+def export_model(checkpoint: Path, output: Path, function: str | None = None) -> bool:
     """Write the model of a checkpoint, from any number of stages, to a Keras file; local layers as
-    rank 0 has them.
+    rank 0 has them. Weights of which the optimizer keeps averages (`use_ema`) are these, as at the
+    end of training; return whether some were put in place.
 
     Args:
         checkpoint: its folder; all of it is checked first.
@@ -63,17 +69,43 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
         raise CheckpointError(f"{output} must end in .keras or .weights.h5")
     arrays, state = read_run(checkpoint)
     arrays, state = arrays_of_rank(arrays, state, 0), {**state, "local": []}
+    averages = {} if _has_averages(state) else _averages(arrays, state)
+    arrays |= {name: arrays[average] for name, average in averages.items()}
     whole = output.suffix == ".keras"
     if function is None:
         model = _rebuilt(checkpoint, arrays, state, whole)
     else:
         model = model_of_function(function)
-        _fill(model, arrays, state, of_function=True)
+        _fill(model, arrays, state, whole, of_function=True)
         if not whole and model.compiled:
             model.optimizer = None  # it would be among the weights
     problem = write_file(model, output)
     if problem:
         raise CheckpointError(problem)
+    return bool(averages)
+
+
+def _has_averages(state: Mapping[str, Any]) -> bool:
+    """Whether Keras' SwapEMAWeights had put the averages into the model."""
+    attributes = (saved.get("attributes", {}) for saved in state.get("callbacks", ()))
+    return any(each.get("_ema_weights_in_model") for each in attributes)
+
+
+def _averages(arrays: Arrays, state: Mapping[str, Any]) -> dict[str, str]:
+    """The names of weights, and those of the averages that the compiled optimizer keeps of them."""
+    names, optimizers = [n for n in arrays if n.startswith("model/")], state.get("optimizers", ())
+    found = {}
+    for i, facts in enumerate(optimizers):
+        if not facts.get("compiled", len(optimizers) == 1):
+            continue
+        slots = [name for name in arrays if name.startswith(f"optimizer/{i}/")]
+        for name in (names[place] for place in facts["variables"] if place < len(names)):
+            path = name.removeprefix("model/").split("#")[0].replace("/", "_")
+            own = (each for each in slots if each.split(":", 1)[1] == f"{path}_average")
+            if slot := next(own, None):
+                slots.remove(slot)
+                found[name] = slot
+    return found
 
 
 def _rebuilt(checkpoint: Path, arrays: Arrays, state: Mapping[str, Any], whole: bool) -> Any:
@@ -87,11 +119,11 @@ def _rebuilt(checkpoint: Path, arrays: Arrays, state: Mapping[str, Any], whole: 
             f"built from a file: that could run code. {_REMEDY}"
         )
     if not whole or compiled is None or untrusted_objects(compiled):
-        return _fill(_made(config, checkpoint), arrays, state)
+        return _fill(_made(config, checkpoint), arrays, state, whole)
     try:
-        return _fill(_made(config | {"compile_config": compiled}, checkpoint), arrays, state)
+        return _fill(_made(config | {"compile_config": compiled}, checkpoint), arrays, state, whole)
     except CheckpointError:  # an optimizer that was changed after `compile`, say
-        return _fill(_made(config, checkpoint), arrays, state)
+        return _fill(_made(config, checkpoint), arrays, state, whole)
 
 
 def _description(checkpoint: Path) -> dict[str, Any]:
@@ -148,35 +180,52 @@ def model_of_function(function: str) -> Any:
     return model
 
 
-def _fill(model: Any, arrays: Arrays, state: Mapping[str, Any], of_function: bool = False) -> Any:
+def _fill(
+    model: Any, arrays: Arrays, state: Mapping[str, Any], whole: bool, of_function: bool = False
+) -> Any:
     """Assign the values of the checkpoint to `model`, and to its optimizer if it is compiled.
 
     Args:
+        whole: whether its optimizer is written, too.
         of_function: a function has built it, which may list its layers in another order.
     """
-    _check_vocabularies(model, of_function)
-    if not model.compiled:
-        arrays = {n: a for n, a in arrays.items() if not n.startswith("optimizer/")}
-        state = {**state, "optimizers": []}
-    arrays = _renamed(arrays, [name for name, _ in named_variables(model)], of_function)
-    for variable, name in pair_variables(model, arrays, state, SingleWorld()):
+    _check_vocabularies(model, state, of_function)
+    optimizers = whole and model.compiled
+    kinds = ("model/", "seed/", *(["optimizer/"] if optimizers else []))
+    names = [name for name, _ in named_variables(model) if name.startswith(kinds)]
+    of_loop = _state_of_loop(state, arrays) - set(names)
+    arrays = {n: a for n, a in arrays.items() if n.startswith(kinds) and n not in of_loop}
+    arrays = _renamed(arrays, names, of_function)
+    for variable, name in pair_variables(model, arrays, state, SingleWorld(), optimizers):
         variable.assign(arrays[name])
     return model
 
 
-def _check_vocabularies(model: Any, of_function: bool) -> None:
-    for layer in lookup_layers(model):
+def _state_of_loop(state: Mapping[str, Any], arrays: Arrays) -> set[str]:
+    """The names of metrics and variables in the `state` of `trainer.steps`."""
+    callbacks = [str(saved["callback"]) for saved in state.get("callbacks", ())]
+    if not any(name.startswith("ktrainer.training.loop_state.LoopValues#") for name in callbacks):
+        return set()
+    return {name for name in arrays if name.startswith("model/state/")}
+
+
+def _check_vocabularies(model: Any, state: Mapping[str, Any], of_function: bool) -> None:
+    for layer, name in lookup_layers(model):
         if int(layer.lookup_table.size()) > 0:
             continue
         if of_function:
             raise CheckpointError(
-                f"the layer {layer.name} has no vocabulary, so every word would be an unknown one. "
+                f"the layer {name} has no vocabulary, so every word would be an unknown one. "
                 "Adapt it in the function that builds the model"
             )
         raise CheckpointError(
-            f"the checkpoint has no vocabulary for the layer {layer.name}, so every word would be "
+            f"the checkpoint has no vocabulary for the layer {name}, so every word would be "
             "an unknown one: it is of an earlier version, or the vocabulary is not text in UTF-8, "
             f"or larger than a checkpoint's description of a model. {_REMEDY}"
+        )
+    for problem in vocabulary_problems(model, state) if of_function else ():
+        raise CheckpointError(
+            f"{problem}. In the function that builds the model, adapt it to the same data as then"
         )
 
 

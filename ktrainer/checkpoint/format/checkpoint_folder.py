@@ -13,6 +13,7 @@ renamed, and its parent flushed. A folder with the final name is therefore alway
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -219,10 +220,13 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Flush the entries of the folder `path` to the disk."""
+    """Flush the entries of the folder `path` to the disk, where its file system can do that."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # as some network file systems say
+            raise
     finally:
         os.close(handle)
     fault_point("flushed folder", path)

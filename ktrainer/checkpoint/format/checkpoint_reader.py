@@ -200,9 +200,12 @@ def _open_arrays(
 def _typed(name: str, stored: np.ndarray | None, facts: Mapping[str, Any]) -> np.ndarray:
     if stored is None:
         raise ValueError(f"{name} is not in {facts['file']}")
-    if list(stored.shape) != facts["shape"]:
-        raise ValueError(f"{name} has shape {list(stored.shape)} instead of {facts['shape']}")
     dtype = dtype_named(facts["dtype"])
-    if stored.dtype != stored_as(dtype):
+    kind, more = stored_as(dtype)
+    if list(stored.shape) != facts["shape"] + more:
+        raise ValueError(
+            f"{name} has shape {list(stored.shape)} instead of {facts['shape'] + more}"
+        )
+    if stored.dtype != kind:
         raise ValueError(f"{name} has values of {stored.dtype} instead of {dtype.name}")
-    return stored.reshape(-1).view(dtype).reshape(stored.shape)
+    return stored.reshape(-1).view(dtype).reshape(facts["shape"])

@@ -84,13 +84,7 @@ class Store:
             mode: `min` or `max`.
             run: among those of this run; None: among all.
         """
-        scored = [
-            entry
-            for entry in reversed(self.entries())
-            if entry.metric and entry.metric[0] == monitor and run in (None, entry.run)
-        ]
-        sign = 1.0 if mode == "min" else -1.0
-        return min(scored, key=lambda e: sign * e.metric[1], default=None)  # type: ignore[index]
+        return _best(self.entries(), monitor, mode, run)
 
     def save(
         self,
@@ -141,17 +135,13 @@ class Store:
         """The folder of the checkpoint of `step`."""
         return self.directory / f"step-{step:08d}"
 
-    def prune(
-        self,
-        keep: int,
-        monitor: str | None = None,
-        mode: str = "min",
-        best_step: int | None = None,
-    ) -> None:
-        """Remove all but the `keep` checkpoints saved last, and the best of `monitor` of each run.
+    def prune(self, keep: int, best_step: int | None = None) -> None:
+        """Remove all but the `keep` checkpoints saved last, and the best of each run by each metric
+        that it has monitored.
 
-        A fresh run in an old folder keeps its own best beside a better one of an earlier run.
-        Unreadable checkpoints are kept for inspection.
+        A fresh run in an old folder keeps its own best beside a better one of an earlier run, and
+        one that continues with another metric, or none, the best by the earlier one. Unreadable
+        checkpoints are kept for inspection.
 
         Args:
             best_step: where the run stands at its best; its folder may have a better one that it
@@ -161,10 +151,10 @@ class Store:
         kept = {entry.path for entry in good[:keep]}
         if best_step is not None:
             kept.add(self.path_of(best_step))
-        for run in {entry.run for entry in good}:
-            best = self.best(monitor, mode, run) if monitor else None
-            if best is not None:
-                kept.add(best.path)
+        for name, mode, run in {(e.metric[0], e.mode or "min", e.run) for e in good if e.metric}:
+            best = _best(good, name, mode, run)
+            assert best is not None
+            kept.add(best.path)
         for entry in good:
             if entry.path not in kept:
                 self.remove(entry.path)
@@ -199,6 +189,16 @@ class Store:
                     os.rename(path, final)  # killed between two renames: restore the old one
             elif alone:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _best(entries: list[Entry], monitor: str, mode: str, run: str | None) -> Entry | None:
+    """The best of `entries`, of which the latest saved is first; as `Store.best`."""
+    scored = [
+        (entry.metric[1] if mode == "min" else -entry.metric[1], entry)
+        for entry in reversed(entries)
+        if entry.metric and entry.metric[0] == monitor and run in (None, entry.run)
+    ]
+    return min(scored, key=lambda each: each[0], default=(0.0, None))[1]
 
 
 def _entry(path: Path, step: int) -> Entry:

@@ -31,7 +31,7 @@ def encode(arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
     Raises:
         ValueError: values that are not numbers, or too many arrays for one header.
     """
-    stored = {name: storable(value) for name, value in arrays.items()}
+    stored = {name: _storable(name, value) for name, value in arrays.items()}
     # Wide elements first: then all are aligned without gaps, which the format forbids.
     order = sorted(stored, key=lambda name: -stored[name].dtype.itemsize)
     header, at = {}, 0
@@ -50,6 +50,13 @@ def encode(arrays: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
     pieces: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
     pieces += [stored[n].reshape(-1).view(np.uint8).data for n in order if stored[n].nbytes]
     return pieces
+
+
+def _storable(name: str, value: np.ndarray) -> np.ndarray:
+    try:
+        return storable(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def open_shard(file: Path) -> dict[str, np.ndarray]:

@@ -32,11 +32,12 @@ CODES = {
     "float64": "F64",
     "complex64": "C64",
 }
+_PAIRS = "complex128"  # stored as pairs of float64: safetensors has no such dtype
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def storable(value: np.ndarray) -> np.ndarray:
-    """`value`, contiguous, in a dtype of safetensors with the same bits.
+    """`value`, contiguous, in a dtype of safetensors with the same bits; see `stored_as`.
 
     Raises:
         ValueError: the dtype is not numeric.
@@ -47,12 +48,17 @@ def storable(value: np.ndarray) -> np.ndarray:
     if value.dtype.name in _ML_DTYPES:
         flat = value.reshape(-1).view(_WORDS[value.dtype.itemsize])
         return flat.reshape(value.shape)
+    if value.dtype.name == _PAIRS:
+        native = value.astype(_PAIRS, copy=False)
+        return native.reshape(-1).view(np.float64).reshape(*value.shape, 2)
     raise ValueError(f"values of dtype {value.dtype} cannot be kept in a checkpoint")
 
 
-def stored_as(dtype: np.dtype) -> np.dtype:
-    """The dtype that `storable` gives values of `dtype`."""
-    return np.dtype(_WORDS[dtype.itemsize]) if dtype.name in _ML_DTYPES else dtype
+def stored_as(dtype: np.dtype) -> tuple[np.dtype, list[int]]:
+    """The dtype that `storable` gives values of `dtype`, and the lengths of axes that it adds."""
+    if dtype.name == _PAIRS:
+        return np.dtype(np.float64), [2]
+    return (np.dtype(_WORDS[dtype.itemsize]) if dtype.name in _ML_DTYPES else dtype), []
 
 
 def dtype_named(name: str) -> np.dtype:
@@ -61,7 +67,7 @@ def dtype_named(name: str) -> np.dtype:
     Raises:
         ValueError: a checkpoint cannot hold that dtype.
     """
-    if name in CODES:
+    if name in CODES or name == _PAIRS:
         return np.dtype(name)
     if name in _ML_DTYPES:
         import ml_dtypes
