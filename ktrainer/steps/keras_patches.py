@@ -28,7 +28,7 @@ The source of each replacement is the function of that name in Keras 3.15, or in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -253,9 +253,11 @@ class _Applying:
             context.remainder.keep(~skipped)
             context.remainder = None
         merge = context.merge_replicas
+        atomic = context.collectives is not None and context.collectives.atomic
         context.applying = True
         try:
-            return update(gradients) if merge is None else merge(optimizer, update, gradients)
+            with context.order.ended() if atomic else nullcontext():
+                return update(gradients) if merge is None else merge(optimizer, update, gradients)
         finally:
             context.applying = False
 
