@@ -91,8 +91,8 @@ class ServiceSource(DatasetSource):
         if self._cut and not self._turns:  # each rank's worker runs the pipeline
             require_one_order(self._dataset)
         self._check_length()
-        if not round_robin and world.size > 1:
-            self.num_batches, self.openings = None, 1
+        if not round_robin and (world.size > 1 or service.workers_per_dispatcher > 1):
+            self.num_batches, self.openings = None, 1  # ranks or workers end in partial batches
         if self._turns and not sliced and self.num_batches is not None:
             replica, replicas = world.replica, world.replicas
             self.num_batches = len(range(replica, self.num_batches, replicas))

@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops.testing import sleep
 
 from ktrainer import distributed
 from ktrainer.cli import spark_data_service
@@ -414,6 +415,13 @@ def test_first_come_first_served_reads_each_example_once(tmp_path, ranks: Group)
         parts = ranks(2).run(feed_of, config)
         for epoch in range(2):
             assert sorted(chain(*chain(*(part[epoch] for part in parts)))) == list(range(ROWS))
+        # Each worker ends with a smaller batch.
+        rows = tf.data.Dataset.range(100).apply(sleep(2000)).batch(40)
+        feed = make_feed(rows, world=SingleWorld(), config=config, training=True)
+        with closing(feed):
+            for epoch in range(2):
+                found = [int(row) for step in feed.read(epoch) for row in step.batch]
+                assert sorted(found) == list(range(100))
         with closing(source(started.path, wide(400), round_robin=False)) as remote:
             pieces = remote.open(0, 0)
             next(pieces)
