@@ -25,6 +25,8 @@ def in_order(reader: ServiceReader, first: int, step: int, left: int | None) -> 
     Args:
         left: how many; None: until the end.
     """
+    if left is not None and left <= 0:
+        reader.next()  # dropped: TensorFlow deals to those that have some left once all have asked
     wanted, previous, starts = first, -1, 0
     while left is None or wanted < first + step * left:
         element = reader.next()

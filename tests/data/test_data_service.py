@@ -159,6 +159,9 @@ def test_ranks_in_turns_train_on_the_batches_of_one_process(one, ranks: Group, s
     # Two equal runs, and a resume in mid-epoch.
     assert joined(ranks(size).run(feed_of, config)) == expected
     assert joined(ranks(size).run(feed_of, config, 1, skip=3)) == [expected[0][3:]]
+    # Rank 0 has one batch left, the others none.
+    own = DataConfig(batch="per_worker", service=config.service)
+    assert joined(ranks(size).run(feed_of, own, 1, skip=7 // size)) == [expected[0][6:]]
 
 
 def turns_of(path: str, worker: int) -> list[int]:
