@@ -38,6 +38,7 @@ from ktrainer.config.data_service_file import (
 )
 from ktrainer.data import data_service, make_feed, send_to_data_service
 from ktrainer.data.dataset_source import DatasetSource
+from ktrainer.data.prefetch_thread import checked_waits
 from ktrainer.data.service_source import ServiceSource
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import (
@@ -337,6 +338,30 @@ def test_no_resume_in_mid_epoch_of_first_come_first_served(one):
         feed.peek(1)  # as `fit` does
         with pytest.raises(CheckpointError, match="leaves no record of which examples"):
             list(feed.read(0, skip=2))
+
+
+def test_first_come_first_served_has_no_epochs_that_continue(one):
+    """Passes differ in length, so that no epoch could begin inside of one."""
+    config = DataConfig(service=DataServiceConfig(str(one.path), round_robin=False))
+    settings = {"world": SingleWorld(), "config": config, "training": True}
+    with pytest.raises(ConfigError, match="leave steps_per_epoch out"):
+        make_feed(shuffled(), batches_per_epoch=3, **settings)
+
+
+def test_a_worker_that_hangs_is_named_and_a_signal_ends_the_wait(one):
+    def asked_to_end() -> None:
+        if time.monotonic() - began > 2:
+            raise InterruptedError
+
+    (worker,), began = one.servers("worker"), time.monotonic()
+    with closing(source(one.path, shuffled(), deadline=1.0)) as remote:
+        worker.suspend()
+        try:
+            waits = pytest.warns(UserWarning, match="sent no batch for .* a worker hangs")
+            with waits, checked_waits(asked_to_end), pytest.raises(InterruptedError):
+                next(remote.open(0, 0))
+        finally:
+            worker.resume()
 
 
 def test_no_resume_in_mid_epoch_of_a_shuffle_without_a_seed(one):
