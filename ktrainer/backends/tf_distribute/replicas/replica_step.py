@@ -26,7 +26,6 @@ import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.replicas.merge_outputs import (
     ReplicaOutcome,
-    if_present,
     joined_logs,
     over_replicas,
 )
@@ -209,7 +208,7 @@ class Replicas:
         others = [v for v, _ in assigned if id(v) not in last]
         n = len(others)
         added = [
-            if_present(context, more - start) for start, more in zip(old[n:], new[n:], strict=True)
+            context.if_present(more - start) for start, more in zip(old[n:], new[n:], strict=True)
         ]
         return values, over_replicas(context, others, old[:n], new[:n]), added
 
