@@ -121,6 +121,52 @@ def test_every_epoch_and_every_resume_is_that_of_the_pipeline(one):
         assert numbers(remote.open(0, 2)) == [[4], [5, 5]]
 
 
+def shuffled_twice() -> tf.data.Dataset:
+    """Rows of shuffled files, shuffled: the second shuffle draws as it is read."""
+    tf.random.set_seed(3)
+    files = tf.data.Dataset.range(6).shuffle(6, seed=1)
+    rows = files.interleave(lambda n: tf.data.Dataset.range(10 * n, 10 * n + 4), cycle_length=2)
+    return rows.shuffle(5, seed=2).batch(8)
+
+
+@pytest.mark.parametrize("make", [shuffled, shuffled_twice])
+def test_a_second_call_on_the_same_pipeline_has_its_orders(one, make):
+    """Also where the first one was cut, or the script resumes in the second one."""
+    config = DataConfig(service=DataServiceConfig(str(one.path)))
+
+    def orders(config: DataConfig, data: Any, *epochs: int, limit: Any = None) -> list[Any]:
+        world = SingleWorld()
+        feed = make_feed(data, world=world, config=config, training=True, limit=limit)
+        with closing(feed):
+            if not epochs:  # a call that ended before the script was resumed
+                feed.read_up_to(2, 0)
+            return [[np.ravel(tf.nest.flatten(s.batch)[0]).tolist() for s in feed.read(epoch)]
+                    for epoch in epochs]  # fmt: skip
+
+    def every(config: DataConfig) -> list[Any]:
+        data = make()
+        cut = orders(config, data, 0, 1, limit=2)
+        return [*cut, *orders(config, data, 0, 1), *orders(config, data, 0, 1)]
+
+    expected, other = every(DataConfig()), make()
+    assert every(config) == expected
+    assert len({str(epoch) for epoch in expected}) == 6
+    orders(config, other, limit=2)
+    orders(config, other)
+    assert orders(config, other, 0) == expected[4:5]
+
+
+@pytest.mark.parametrize("above", ["repeat", "concatenate", "cache"])
+def test_shuffles_whose_seeds_depend_on_what_is_read_are_refused(one, above):
+    rows = tf.data.Dataset.range(8).shuffle(8, seed=1)
+    argument = {"repeat": 2, "concatenate": rows, "cache": ""}[above]
+    batches = getattr(rows, above)(argument).batch(4)
+    with pytest.raises(DataError, match=r"below a repeat, .*\. Shuffle after"):
+        source(one.path, batches)
+    with closing(source(one.path, batches, round_robin=False)) as remote:
+        assert len(numbers(remote.open(0, 0))) == batches.cardinality()
+
+
 def feed_of(config: DataConfig, epochs: int = 2, skip: int = 0) -> list[list[list[float]]]:
     """This rank's rows of each step of each epoch."""
     feed = make_feed(shuffled(), world=distributed.current_world(), config=config, training=True)
