@@ -175,12 +175,18 @@ class LossGuard(Callback):
         if self._since is not None:
             mine = [float(part) for part in self._since.sums()]
             self._mark()
-        bad = not (losses_are_finite(logs) and all(map(math.isfinite, mine)))
+        finite = self._has_no_rows() or losses_are_finite(logs)
+        bad = not (finite and all(map(math.isfinite, mine)))
         local = np.array([bad, *(0.0 if bad else part for part in mine)], np.float64)
         world = self.world
         any_bad, total, count = map(float, world.oob_allreduce(local, "sum", "loss of the step"))
         loss = total / count if count else math.nan  # after a heal the step's sums are gone
         return not any_bad, loss, self._bad_ranks(bad, logs) if any_bad else ""
+
+    def _has_no_rows(self) -> bool:
+        """Whether this rank's logs are of padding, of which nothing is counted."""
+        state = self.trainer.state if self.trainer is not None else None
+        return state is not None and state.program.counts_metrics and not state.counted.last
 
     def _bad_ranks(self, bad: bool, logs: Mapping[str, Any] | None) -> str:
         world = self.world

@@ -82,6 +82,25 @@ def _cuts(dataset: tf.data.Dataset) -> bool:
     return count >= 0 and (elements == tf.data.INFINITE_CARDINALITY or count < elements)
 
 
+def reshuffling(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
+    """The shuffles of a pipeline that draw another order for each iterator."""
+    if "Shuffle" in _kind(dataset) and getattr(dataset, "_reshuffle_each_iteration", True):
+        yield dataset
+    for each in dataset._inputs():
+        yield from reshuffling(each)
+
+
+def draws_while_read(dataset: tf.data.Dataset) -> bool:
+    """Return whether reading a pass to its end draws other seeds than reading its first element: a
+    shuffle is below a `repeat`, `concatenate` or cache."""
+    known = {id(each) for each in reshuffling(dataset)}
+    whole, first = (
+        [(each, count) for each, count in seeds_of_reading(dataset, part) if id(each) in known]
+        for part in (True, False)
+    )
+    return whole != first or caches_a_shuffle(dataset)
+
+
 def caches_a_shuffle(dataset: tf.data.Dataset) -> bool:
     """Return whether a pipeline caches one of the orders of a shuffle: all passes have that."""
     inputs = dataset._inputs()

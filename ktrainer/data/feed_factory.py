@@ -256,6 +256,15 @@ def _from_service(
             path="data.shard",
             value=settings.config.shard,
         )
+    if settings.batches_per_epoch is not None and not round_robin:
+        raise ConfigError(
+            "passes that are read first come first served differ in length and cannot be continued "
+            "inside, as epochs of steps_per_epoch batches are: leave steps_per_epoch out (each "
+            "epoch is a pass, or trainer.limit_train_batches batches of one), or set "
+            "data.service.round_robin=true",
+            path="data.service.round_robin",
+            value=False,
+        )
     uneven = settings.several and (not shares["sliced"] or not round_robin)
 
     def make() -> Feed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import tensorflow as tf
 
 from ktrainer.config.data_service_file import is_reachable
 from ktrainer.data.dataset_iterator import elements
+from ktrainer.data.prefetch_thread import check_wait
 from ktrainer.errors import WorldError
 
 _STARTS = 20  # of a worker within one pass
@@ -25,6 +27,8 @@ def in_order(reader: ServiceReader, first: int, step: int, left: int | None) -> 
     Args:
         left: how many; None: until the end.
     """
+    if left is not None and left <= 0:
+        reader.next()  # dropped: TensorFlow deals to those that have some left once all have asked
     wanted, previous, starts = first, -1, 0
     while left is None or wanted < first + step * left:
         element = reader.next()
@@ -54,7 +58,8 @@ class ServiceReader:
         distributed: makes the dataset of the service; in the thread, because TensorFlow registers
             it with the dispatcher, and tries that for ever.
         address: of its dispatcher.
-        deadline: seconds without an element before the service is given up, if it does not answer.
+        deadline: seconds without an element before the service is given up, if it does not answer;
+            if it does, a warning says that it is waited for.
         path: its file, which it removes when it ends.
     """
 
@@ -71,7 +76,7 @@ class ServiceReader:
         self._thread = threading.Thread(
             target=self._run, args=(distributed,), name="ktrainer-feed-service", daemon=True
         )
-        self._lost = False
+        self._lost = self._warned = False
         self._thread.start()
 
     def _run(self, distributed: Callable[[], tf.data.Dataset]) -> None:
@@ -90,13 +95,16 @@ class ServiceReader:
             WorldError: the service has ended, or does not answer within the deadline.
         """
         self._asked.put(True)
-        heard = time.monotonic()
+        began = heard = time.monotonic()
         while True:
             try:
                 answer = self._answers.get(timeout=_POLL)
             except queue.Empty:
+                check_wait()
                 if is_reachable(self._address, _POLL):
                     heard = time.monotonic()
+                    if heard - began >= self._deadline:
+                        self._warn_once(heard - began)
                 elif time.monotonic() - heard >= self._deadline:
                     raise self._gone(f"has not answered for {self._deadline:g} s") from None
                 continue
@@ -108,6 +116,17 @@ class ServiceReader:
             if isinstance(error, (tf.errors.UnavailableError, tf.errors.CancelledError)):
                 raise self._gone("closed the connection") from error
             raise error
+
+    def _warn_once(self, seconds: float) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the tf.data service at {self._address} has sent no batch for {seconds:.0f} s, "
+                "though its dispatcher answers: a worker hangs, or takes that long for a batch. "
+                "It is waited for; see the output of `ktrainer data-service --config "
+                f"{self._path}`, which starts a worker again that is killed",
+                stacklevel=2,
+            )
 
     def _gone(self, what: str) -> WorldError:
         self._lost = True

@@ -15,7 +15,8 @@ With `false` workers share the elements (TensorFlow's dynamic sharding).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -23,13 +24,17 @@ import tensorflow as tf
 from ktrainer.config.data_service_file import TfDataServiceConfig, check_size
 from ktrainer.data.batch_source import Piece
 from ktrainer.data.dataset_shards import require_one_order, split_batches
-from ktrainer.data.dataset_shuffles import shuffles
+from ktrainer.data.dataset_shuffles import draws_while_read, reshuffling
 from ktrainer.data.dataset_source import DatasetSource
 from ktrainer.data.service_reader import ServiceReader, in_order
 from ktrainer.data.stage_times import StageTimes
 from ktrainer.data.tf_data_service import distribute, require_sendable
 from ktrainer.distributed.world import World
 from ktrainer.errors import CheckpointError, ConfigError, DataError, WorldError
+
+# Of each shuffle, whether the iterators that the service has made of it were read. The shuffles of
+# this process do not count these, and in the workers a job begins with the first seed.
+_made: weakref.WeakKeyDictionary[tf.data.Dataset, list[bool]] = weakref.WeakKeyDictionary()
 
 
 class Share(NamedTuple):
@@ -82,7 +87,8 @@ class ServiceSource(DatasetSource):
             prefetch=prefetch,
             device=device,
         )
-        self.shuffles = False  # not here
+        self._shuffles = list(reshuffling(self._dataset)) if round_robin else []
+        self.shuffles = bool(self._shuffles)
         # Else no batch may be skipped, not even of a peeked epoch.
         self.reorders = round_robin and not self.unseeded
         require_sendable(self._dataset)
@@ -91,8 +97,9 @@ class ServiceSource(DatasetSource):
         if self._cut and not self._turns:  # each rank's worker runs the pipeline
             require_one_order(self._dataset)
         self._check_length()
-        if not round_robin and world.size > 1:
-            self.num_batches, self.openings = None, 1
+        self._before = self._made_before(world)
+        if not round_robin and (world.size > 1 or service.workers_per_dispatcher > 1):
+            self.num_batches, self.openings = None, 1  # ranks or workers end in partial batches
         if self._turns and not sliced and self.num_batches is not None:
             replica, replicas = world.replica, world.replicas
             self.num_batches = len(range(replica, self.num_batches, replicas))
@@ -113,6 +120,29 @@ class ServiceSource(DatasetSource):
                 "data.service sends the pipeline of one epoch: leave .repeat() out, and set "
                 "trainer.epochs"
             )
+
+    def _made_before(self, world: World) -> list[bool]:
+        """What other calls have made of the shuffles.
+
+        Raises:
+            DataError: the seed that they draw next is not known.
+        """
+        found = [_made.get(each, []) for each in self._shuffles]
+        uneven = any(each != found[0] for each in found)
+        if found and not self.unseeded and (uneven or draws_while_read(self._dataset)):
+            raise DataError(
+                "the tf.data service cannot give the orders of a run without it: the pipeline "
+                + (
+                    "has a shuffle that an earlier call has read, and one that it has not. Make "
+                    "the pipeline again for this call"
+                    if uneven
+                    else "shuffles below a repeat, concatenate or cache, so it depends on how far "
+                    "earlier passes were read. Shuffle after them"
+                )
+                + ", or set data.service.round_robin=false"
+            )
+        before = found[0] if found else []
+        return world.broadcast(before, 0, "what the tf.data service has shuffled")
 
     def state(self) -> bytes | None:
         return None  # the position is the number of batches
@@ -135,6 +165,8 @@ class ServiceSource(DatasetSource):
                 "later, give the shuffle a seed"
             )
         self._close_reader()
+        self._opened_before = self.openings * epoch
+        self._open_up_to(self._opened_before + 1)
         self._passes += 1
         first, step = self._share.consumer or (0, 1)
         lost = self._read_config().lost_workers
@@ -149,7 +181,19 @@ class ServiceSource(DatasetSource):
         self._iterator = self._reader
 
     def _open_up_to(self, openings: int) -> None:
-        """Nothing draws from the shuffles of this process."""
+        """Note so many iterators, which are made by the workers."""
+        made = self._made_up_to(openings)
+        for each in self._shuffles:
+            if len(made) > len(_made.get(each, [])):
+                _made[each] = made
+
+    def _made_up_to(self, openings: int) -> list[bool]:
+        """Of all iterators until this call has made so many, whether they were read: of those of
+        one pass the first is."""
+        return [*self._before, *(number % self.openings == 0 for number in range(openings))]
+
+    def replay_passes(self, passes: int, openings: int) -> None:
+        self._open_up_to(openings)
 
     def slow_stage(self) -> str | None:
         return self._times.slowest()
@@ -157,8 +201,8 @@ class ServiceSource(DatasetSource):
     def _sent(self, epoch: int, skip: int) -> Callable[[], tf.data.Dataset]:
         """A function that sends the pipeline of an epoch to the service."""
         dataset = self._dataset
-        if epoch and self._round_robin and shuffles(dataset):
-            dataset = _after_openings(dataset, self.openings * epoch)
+        made = self._made_up_to(self.openings * epoch) if self._shuffles else []
+        dataset = _after_iterators(dataset, made) if made else dataset
         if self._turns and not self._cut:
             skip *= self._share.consumer[1]  # type: ignore[index]
         if self.num_batches is None:
@@ -282,13 +326,16 @@ def _replicas(world: World) -> list[int]:
     return world.allgather(world.replica, "share the tf.data service")
 
 
-def _after_openings(dataset: tf.data.Dataset, openings: int) -> tf.data.Dataset:
-    """`dataset` as its iterator after `openings` others: each draws a seed from its shuffles."""
+def _after_iterators(dataset: tf.data.Dataset, read: Sequence[bool]) -> tf.data.Dataset:
+    """`dataset` as its iterator after others: each draws a seed from its shuffles, and from those
+    below others if it was `read`."""
+    elements = tf.constant([*read, -1], tf.int64)  # of each iterator that are asked for
 
     def opened(number: tf.Tensor) -> tf.data.Dataset:
-        last = number == openings
-        # A shuffle draws its seed when its first element is asked for.
-        count = tf.where(last, tf.constant(-1, tf.int64), tf.constant(1, tf.int64))
-        return dataset.take(count).filter(lambda *parts: last)
+        count = elements[number]
+        first = tf.data.Dataset.from_tensors(tf.zeros([], tf.int64)).repeat(count)
+        # Unlike that of `take(0)`, this iterator makes one of `dataset` if it asks for nothing.
+        asked = tf.data.Dataset.choose_from_datasets([dataset], first)
+        return asked.filter(lambda *parts: count < 0)
 
-    return tf.data.Dataset.range(openings + 1).flat_map(opened)
+    return tf.data.Dataset.range(len(read) + 1).flat_map(opened)

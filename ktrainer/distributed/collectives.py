@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -137,12 +138,9 @@ class InOrder:
         self._last = [keep_outside_xla(advance)]
         return outputs
 
-    def after_all(self, tensors: Sequence[Any]) -> list[Any]:
-        """`tensors`, available only once all collectives so far have ended."""
-        if tf.executing_eagerly():
-            return list(tensors)
-        with tf.control_dependencies(self._last):
-            return [tf.identity(tensor) for tensor in tensors]
+    def ended(self) -> AbstractContextManager[Any]:
+        """Within it operations run only once all collectives so far have ended."""
+        return nullcontext() if tf.executing_eagerly() else tf.control_dependencies(self._last)
 
 
 def _call_eagerly(
@@ -164,8 +162,8 @@ class GradientCollectives(ABC):
         size: how many ranks are summed over.
         seconds: time spent waiting in collectives so far; None if the engine does not know.
         error: the exception that ended the last collective.
-        atomic: hand out no reduced gradient before all of them are there, so that an update is
-            applied whole or, if a collective fails, not at all.
+        atomic: an update begins only once all gradients are reduced, so that it is applied whole
+            or, if a collective fails, not at all.
         sparse_as_dense: IndexedSlices are turned into dense tensors before they are reduced.
         compression: `"none"`, or `"fp16"` or `"bf16"` for 16-bit floats on the wire.
     """

@@ -117,7 +117,7 @@ class MpiGradients(GradientCollectives):
         hosts = open_host_groups(self.world) if self._hierarchical else None
         shared = open_shared_memory(self.world, comm) if hosts is None else None
         self._communicators.hosts, self._communicators.shared = hosts, shared
-        self.size = comm.size
+        self.size, self.error = comm.size, None  # that of the ranks before is no cause of another
 
     @property
     def communicators(self) -> Communicators:

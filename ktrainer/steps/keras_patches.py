@@ -28,7 +28,7 @@ The source of each replacement is the function of that name in Keras 3.15, or in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -154,7 +154,7 @@ def _compute_moments_sync(context: StepContext, original: Callable[..., Any]) ->
         squares = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
         count = tf.cast(tf.size(x), x.dtype) / tf.cast(tf.size(total), x.dtype)
         parts = [tf.reshape(total, [-1]), tf.reshape(squares, [-1]), tf.reshape(count, [1])]
-        summed = context.sum(tf.concat(parts, 0) * context.present(x.dtype))
+        summed = context.sum(context.if_present(tf.concat(parts, 0)))
         features = tf.size(total)
         count = summed[-1]
         mean = tf.reshape(tf.math.divide_no_nan(summed[:features], count), tf.shape(total))
@@ -177,15 +177,14 @@ def _masked_moments(context: StepContext, original: Callable[..., Any]) -> Any:
             return original(self, inputs, mask)
         axes, epsilon = self._reduction_axes, keras.config.epsilon()
         mask = ops.cast(ops.broadcast_to(mask[..., None], ops.shape(inputs)), "bool")
-        present = context.present(inputs.dtype)
-        total = ops.sum(ops.where(mask, inputs, 0), axes) * present
-        count = ops.sum(ops.cast(mask, inputs.dtype), axes) * present
-        total, count = tf.unstack(context.sum(tf.stack([total, count])))
+        total = ops.sum(ops.where(mask, inputs, 0), axes)
+        count = ops.sum(ops.cast(mask, inputs.dtype), axes)
+        total, count = tf.unstack(context.sum(context.if_present(tf.stack([total, count]))))
         mean = total / (count + epsilon)
         shape = [1] * inputs.shape.rank
         shape[self.axis] = -1
         squares = ops.square(ops.where(mask, inputs - ops.reshape(mean, shape), 0))
-        variance = context.sum(ops.sum(squares, axes) * present) / (count + epsilon)
+        variance = context.sum(context.if_present(ops.sum(squares, axes))) / (count + epsilon)
         return mean, variance
 
     return moments
@@ -253,9 +252,11 @@ class _Applying:
             context.remainder.keep(~skipped)
             context.remainder = None
         merge = context.merge_replicas
+        atomic = context.collectives is not None and context.collectives.atomic
         context.applying = True
         try:
-            return update(gradients) if merge is None else merge(optimizer, update, gradients)
+            with context.order.ended() if atomic else nullcontext():
+                return update(gradients) if merge is None else merge(optimizer, update, gradients)
         finally:
             context.applying = False
 

@@ -39,6 +39,4 @@ def reduce_gradients(
     for i, gradient in enumerate(gradients):
         if sent[i] is not gradient:
             reduced[i] = tf.IndexedSlices(reduced[i], gradient.indices, gradient.dense_shape)
-    if collectives.atomic:
-        reduced = order.after_all(reduced)
     return reduced[: len(sent)], [total[0] for total in reduced[len(sent) :]]

@@ -179,15 +179,13 @@ class StepContext(TracedContext):
     remainder: Remainder | None = None
     _next: int = 0
 
-    def present(self, dtype: tf.DType) -> tf.Tensor:
-        """1 for a part of real examples, 0 for padding."""
-        return tf.cast(self.weight > 0, dtype)
+    def if_present(self, tensor: tf.Tensor) -> tf.Tensor:
+        """`tensor` of a part of real examples; zeros for padding, of which it may be NaN."""
+        return tf.where(self.weight > 0, tensor, tf.zeros_like(tensor))
 
     def as_mean(self, part: tf.Tensor) -> tf.Tensor:
         """The L of which `part` is w * L; 0 for padding."""
-        return tf.math.divide_no_nan(
-            part * self.present(part.dtype), tf.cast(self.weight, part.dtype)
-        )
+        return tf.math.divide_no_nan(self.if_present(part), tf.cast(self.weight, part.dtype))
 
     def is_over_examples(self, tensor: Any) -> bool:
         """Return whether the first axis of a tensor is the examples, gathered ones included.
@@ -234,7 +232,7 @@ class StepContext(TracedContext):
 
     def denominator(self, local: tf.Tensor) -> tf.Tensor:
         """A loss's denominator counted over all parts of the update, from this part's."""
-        local = local * self.present(local.dtype)
+        local = self.if_present(local)
         if self.record:
             assert self.denominators is not None
             self.denominators.append(tf.cast(local, tf.float64))

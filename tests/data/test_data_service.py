@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops.testing import sleep
 
 from ktrainer import distributed
 from ktrainer.cli import spark_data_service
@@ -37,6 +38,7 @@ from ktrainer.config.data_service_file import (
 )
 from ktrainer.data import data_service, make_feed, send_to_data_service
 from ktrainer.data.dataset_source import DatasetSource
+from ktrainer.data.prefetch_thread import checked_waits
 from ktrainer.data.service_source import ServiceSource
 from ktrainer.distributed import SingleWorld
 from ktrainer.errors import (
@@ -119,6 +121,52 @@ def test_every_epoch_and_every_resume_is_that_of_the_pipeline(one):
         assert numbers(remote.open(0, 2)) == [[4], [5, 5]]
 
 
+def shuffled_twice() -> tf.data.Dataset:
+    """Rows of shuffled files, shuffled: the second shuffle draws as it is read."""
+    tf.random.set_seed(3)
+    files = tf.data.Dataset.range(6).shuffle(6, seed=1)
+    rows = files.interleave(lambda n: tf.data.Dataset.range(10 * n, 10 * n + 4), cycle_length=2)
+    return rows.shuffle(5, seed=2).batch(8)
+
+
+@pytest.mark.parametrize("make", [shuffled, shuffled_twice])
+def test_a_second_call_on_the_same_pipeline_has_its_orders(one, make):
+    """Also where the first one was cut, or the script resumes in the second one."""
+    config = DataConfig(service=DataServiceConfig(str(one.path)))
+
+    def orders(config: DataConfig, data: Any, *epochs: int, limit: Any = None) -> list[Any]:
+        world = SingleWorld()
+        feed = make_feed(data, world=world, config=config, training=True, limit=limit)
+        with closing(feed):
+            if not epochs:  # a call that ended before the script was resumed
+                feed.read_up_to(2, 0)
+            return [[np.ravel(tf.nest.flatten(s.batch)[0]).tolist() for s in feed.read(epoch)]
+                    for epoch in epochs]  # fmt: skip
+
+    def every(config: DataConfig) -> list[Any]:
+        data = make()
+        cut = orders(config, data, 0, 1, limit=2)
+        return [*cut, *orders(config, data, 0, 1), *orders(config, data, 0, 1)]
+
+    expected, other = every(DataConfig()), make()
+    assert every(config) == expected
+    assert len({str(epoch) for epoch in expected}) == 6
+    orders(config, other, limit=2)
+    orders(config, other)
+    assert orders(config, other, 0) == expected[4:5]
+
+
+@pytest.mark.parametrize("above", ["repeat", "concatenate", "cache"])
+def test_shuffles_whose_seeds_depend_on_what_is_read_are_refused(one, above):
+    rows = tf.data.Dataset.range(8).shuffle(8, seed=1)
+    argument = {"repeat": 2, "concatenate": rows, "cache": ""}[above]
+    batches = getattr(rows, above)(argument).batch(4)
+    with pytest.raises(DataError, match=r"below a repeat, .*\. Shuffle after"):
+        source(one.path, batches)
+    with closing(source(one.path, batches, round_robin=False)) as remote:
+        assert len(numbers(remote.open(0, 0))) == batches.cardinality()
+
+
 def feed_of(config: DataConfig, epochs: int = 2, skip: int = 0) -> list[list[list[float]]]:
     """This rank's rows of each step of each epoch."""
     feed = make_feed(shuffled(), world=distributed.current_world(), config=config, training=True)
@@ -158,6 +206,9 @@ def test_ranks_in_turns_train_on_the_batches_of_one_process(one, ranks: Group, s
     # Two equal runs, and a resume in mid-epoch.
     assert joined(ranks(size).run(feed_of, config)) == expected
     assert joined(ranks(size).run(feed_of, config, 1, skip=3)) == [expected[0][3:]]
+    # Rank 0 has one batch left, the others none.
+    own = DataConfig(batch="per_worker", service=config.service)
+    assert joined(ranks(size).run(feed_of, own, 1, skip=7 // size)) == [expected[0][6:]]
 
 
 def turns_of(path: str, worker: int) -> list[int]:
@@ -335,6 +386,30 @@ def test_no_resume_in_mid_epoch_of_first_come_first_served(one):
             list(feed.read(0, skip=2))
 
 
+def test_first_come_first_served_has_no_epochs_that_continue(one):
+    """Passes differ in length, so that no epoch could begin inside of one."""
+    config = DataConfig(service=DataServiceConfig(str(one.path), round_robin=False))
+    settings = {"world": SingleWorld(), "config": config, "training": True}
+    with pytest.raises(ConfigError, match="leave steps_per_epoch out"):
+        make_feed(shuffled(), batches_per_epoch=3, **settings)
+
+
+def test_a_worker_that_hangs_is_named_and_a_signal_ends_the_wait(one):
+    def asked_to_end() -> None:
+        if time.monotonic() - began > 2:
+            raise InterruptedError
+
+    (worker,), began = one.servers("worker"), time.monotonic()
+    with closing(source(one.path, shuffled(), deadline=1.0)) as remote:
+        worker.suspend()
+        try:
+            waits = pytest.warns(UserWarning, match="sent no batch for .* a worker hangs")
+            with waits, checked_waits(asked_to_end), pytest.raises(InterruptedError):
+                next(remote.open(0, 0))
+        finally:
+            worker.resume()
+
+
 def test_no_resume_in_mid_epoch_of_a_shuffle_without_a_seed(one):
     tf.random.set_seed(None)  # type: ignore[arg-type]
     unseeded = tf.data.Dataset.range(40).shuffle(40).batch(8)
@@ -414,6 +489,13 @@ def test_first_come_first_served_reads_each_example_once(tmp_path, ranks: Group)
         parts = ranks(2).run(feed_of, config)
         for epoch in range(2):
             assert sorted(chain(*chain(*(part[epoch] for part in parts)))) == list(range(ROWS))
+        # Each worker ends with a smaller batch.
+        rows = tf.data.Dataset.range(100).apply(sleep(2000)).batch(40)
+        feed = make_feed(rows, world=SingleWorld(), config=config, training=True)
+        with closing(feed):
+            for epoch in range(2):
+                found = [int(row) for step in feed.read(epoch) for row in step.batch]
+                assert sorted(found) == list(range(100))
         with closing(source(started.path, wide(400), round_robin=False)) as remote:
             pieces = remote.open(0, 0)
             next(pieces)

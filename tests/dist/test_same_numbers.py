@@ -177,6 +177,42 @@ def test_gradients_alone_are_compressed(ranks: Callable[..., Any], engine: str) 
     assert exact.history["loss"][0] > float(np.finfo(np.float16).max)
 
 
+def _train_logarithms(**settings: Any) -> Outcome:
+    """Two synchronized normalizations, one with a mask; the second rank has no rows."""
+    import keras
+    import tensorflow as tf
+
+    from ktrainer import distributed
+
+    class Logarithm(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.math.log(x)
+
+    def normalized(x: Any) -> Any:
+        return keras.layers.Dense(1)(keras.layers.BatchNormalization(synchronized=True)(x))
+
+    def build() -> Any:
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((3, 2))
+        x = Logarithm()(inputs)
+        model = keras.Model(inputs, normalized(x) + normalized(keras.layers.Masking()(x)))
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model
+
+    x = np.random.default_rng(0).uniform(1.0, 2.0, (8, 3, 2))
+    x[:2, 2] = 1.0  # masked: its logarithm is 0
+    rows = tf.data.Dataset.from_tensor_slices((x, x[..., :1]))
+    data = rows.take(0 if distributed.current_world().rank else 8).batch(4)
+    return train(Case(build, data, settings={"data.batch": "per_worker"}), **settings)
+
+
+def test_logarithms_of_padding_leave_statistics_alone(ranks: Callable[..., Any]) -> None:
+    """Padding is zeros on a rank that never has a batch."""
+    expected = _train_logarithms(backend="local")
+    ours = ranks(2).run(_train_logarithms, backend="data_parallel")
+    compare([expected], [[each] for each in ours], [("logarithms", "sgd")], 1e-10, 1e-9)
+
+
 def _train_padded_part(**settings: Any) -> Outcome:
     import keras
 

@@ -70,7 +70,7 @@ def build(name: str) -> keras.Model:
     model.compile(
         keras.optimizers.Adam(0.01)
         if name in ("mixed", "longer")
-        else keras.optimizers.SGD(0.1, momentum=0.9),
+        else keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

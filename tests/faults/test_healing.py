@@ -257,6 +257,20 @@ def test_metrics_lack_one_update_of_a_lost_rank(tmp_path: Path) -> None:
     assert "may lack a rank's part of one update\n" in ended.stderr
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("settings", ["", "trainer.xla=true"])
+def test_weights_do_not_decay_in_an_interrupted_update(
+    tmp_path: Path, one_process: Any, settings: str
+) -> None:
+    """Decay needs no gradient, so TensorFlow could run it before the all-reduce that fails."""
+    words = ("--heal", "-n", "3", str(SCRIPT), str(tmp_path), "falling,2:4:in")
+    ended = launch(tmp_path, *words, settings=settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    facts, weights = result(tmp_path, 0)
+    assert facts["healed"][0][:3] == [4, [2], 2]
+    same_weights(weights, one_process("falling")["weights"])
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 def test_ranks_lost_at_four_three_and_two_ranks(tmp_path, one_process) -> None:

@@ -124,11 +124,6 @@ def _summed(
     return new
 
 
-def if_present(context: StepContext, value: tf.Tensor) -> tf.Tensor:
-    """`value`, or zeros on a replica that has no rows of its own."""
-    return tf.where(context.weight > 0, value, tf.zeros_like(value))
-
-
 def _mean(values: list[Any], weights: Sequence[tf.Tensor]) -> Any:
     """The weighted mean of structures of numbers; what is no number is the first one's."""
     total = tf.add_n(list(weights))

@@ -27,7 +27,6 @@ import tensorflow as tf
 
 from ktrainer.backends.tf_distribute.replicas.merge_outputs import (
     ReplicaOutcome,
-    if_present,
     joined_logs,
     over_replicas,
 )
@@ -216,7 +215,7 @@ class Replicas:
         if context.xla:
             compute = tf.function(compute, jit_compile=True, autograph=False)
         values, of_statistics, (starts, ends) = compute()
-        added = [if_present(context, end - start) for start, end in zip(starts, ends, strict=True)]
+        added = [context.if_present(end - start) for start, end in zip(starts, ends, strict=True)]
         return values, over_replicas(context, assigned.statistics, *of_statistics), added
 
     def _weight_assigner(self, context: StepContext) -> Callable[[Any, Any], None]:
