@@ -246,7 +246,7 @@ class Trainer(CustomLoop):
 
         model = resolve_model(self.backend, model)
         given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
-        call = self._pass("evaluate", model, x, y, sample_weight, verbose=verbose, **given)
+        call = self._begin_pass("evaluate", model, x, y, sample_weight, verbose=verbose, **given)
         logs = evaluate_call(self._context(), model, call)
         return logs if return_dict else model._flatten_metrics_in_order(logs)
 
@@ -277,7 +277,7 @@ class Trainer(CustomLoop):
 
         model = resolve_model(self.backend, model)
         given = {"batch_size": batch_size, "steps": steps, "callbacks": callbacks}
-        call = self._pass("predict", model, x, verbose=verbose, **given)
+        call = self._begin_pass("predict", model, x, verbose=verbose, **given)
         return predict_call(self._context(), model, call)
 
     @leaves_strategy_scope
@@ -418,8 +418,8 @@ class Trainer(CustomLoop):
             if outer.running:
                 outer.nested, self.state = self.state.nested, outer
 
-    def _pass(self, name: str, model: Any, *data: Any, **given: Any) -> CallArguments:
-        """The arguments of a call of `evaluate` or `predict`, which begins."""
+    def _begin_pass(self, name: str, model: Any, *data: Any, **given: Any) -> CallArguments:
+        """Begin a call of `evaluate` or `predict`; return its arguments."""
         from ktrainer.training.call_arguments import pass_arguments
 
         call = pass_arguments(name, self.config, *data, **given)

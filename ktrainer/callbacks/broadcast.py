@@ -62,8 +62,9 @@ class BroadcastVariables(Callback):
         self._train = self.model.train_function
         self.model.train_function = self._broadcast_and_train
 
-    def _broadcast(self) -> None:
-        broadcast_model(self.model, self.world, self.root, self.local)
+    def _broadcast(self, traced: bool = False) -> None:
+        traced = traced or self.trainer is not None  # which has built the program
+        broadcast_model(self.model, self.world, self.root, self.local, traced=traced)
         self._pending = False
 
     def _broadcast_and_train(self, iterator: Any) -> Any:
@@ -71,7 +72,7 @@ class BroadcastVariables(Callback):
         self.model.train_function = self._train
         # Tracing a step makes all variables, and computes nothing.
         tf.function(self.model.train_step).get_concrete_function(iterator.element_spec)
-        self._broadcast()
+        self._broadcast(traced=True)
         return self._train(iterator)
 
     def on_restore(self, progress: Progress) -> None:
@@ -81,17 +82,25 @@ class BroadcastVariables(Callback):
         self._pending = progress.step == 0  # later they are equal already
 
 
-def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any] = ()) -> None:
+def broadcast_model(
+    model: Any,
+    world: World,
+    root: int = 0,
+    local: Sequence[Any] = (),
+    traced: bool = False,
+) -> None:
     """Broadcast all variables of `model` and of the optimizers that it holds, but local ones.
 
     Args:
         root: a rank, or a replica if the model is in partitions.
         local: variables that are local, besides those of the model's local layers; Keras', or the
             `tf.Variable`s of these.
+        traced: whether a step was traced, which makes all variables that it uses. Layers that are
+            not built then are for another step.
     """
     if world.size == 1:
         return
-    if not _can_be_broadcast(model):
+    if not _can_be_broadcast(model, traced):
         raise ModelError(
             f"the model {model.name!r} has no variables yet, so they cannot be made equal on all "
             f"{world.size} ranks before the first step. Give it an Input layer, or call "
@@ -109,23 +118,25 @@ def broadcast_model(model: Any, world: World, root: int = 0, local: Sequence[Any
     finalize_normalization(model)
 
 
-def broadcast_once(program: Program, world: World) -> None:
+def broadcast_once(program: Program, world: World, traced: bool = False) -> None:
     """Broadcast the variables of a program's model, unless that was done since it was compiled and
-    none was made since, or it has none yet."""
+    none was made since, or it has none yet.
+
+    Args:
+        traced: as `broadcast_model` takes it.
+    """
     count = len(program.model.variables)
-    needed = count != program.shared_variables and _can_be_broadcast(program.model)
+    needed = count != program.shared_variables and _can_be_broadcast(program.model, traced)
     if world.heals:  # a rank that has joined may have another history
         needed = world.any(needed, "are variables to be broadcast")
     if needed:
-        broadcast_model(program.model, world)
+        broadcast_model(program.model, world, traced=traced)
         program.shared_variables = count
 
 
-def _can_be_broadcast(model: Any) -> bool:
-    """Whether all variables exist that a step uses. Layers that are not built, after a step was
-    traced, are for another one, such as `test_step`; before a step that runs eagerly they may be
-    for that."""
-    return _has_variables(model) or (bool(model.variables) and not model.run_eagerly)
+def _can_be_broadcast(model: Any, traced: bool) -> bool:
+    """Whether all variables exist that the next step uses; nothing traces one that is eager."""
+    return _has_variables(model) or (traced and bool(model.variables) and not model.run_eagerly)
 
 
 def _has_variables(model: Any) -> bool:

@@ -117,8 +117,8 @@ class LearningRate(Callback):
         return factor
 
     def _epoch_step(self, step: int) -> int:
-        """How many updates the epochs up to `step` have at their present length: other than `step`
-        if a resume has changed the batch, say."""
+        """The position in updates if all epochs so far had had the present number: not `step` after
+        a resume with another batch size, or after a rollback, which keeps the epoch."""
         progress, steps = self.progress, self.steps_per_epoch
         if self._given_steps or steps is None:
             return step

@@ -85,8 +85,9 @@ class LrStage:
             epoch_step: how many updates the epochs so far have at their present length, for
                 durations in epochs; default: `step`.
         """
+        begin = self.start.steps(steps_per_epoch)
         at = {"ba": step, "ep": step if epoch_step is None else epoch_step}
-        if at[self.start.unit] < self.start.steps(steps_per_epoch):
+        if at[self.start.unit] < begin:
             return 1.0
         if self.end is not None and at[self.end.unit] >= self.end.steps(steps_per_epoch):
             return 1.0

@@ -81,7 +81,8 @@ def resume(
     if check is not None:
         check(state)
     check_ranks(state, world)
-    for problem in vocabulary_problems(model, state) if world.is_root else ():
+    problems = vocabulary_problems(model, state)  # on all ranks: if this fails, it does on all
+    for problem in problems if world.is_root else ():
         warnings.warn(f"{problem}. Adapt the layer to the same data as then", stacklevel=3)
     arrays = deal_errors(arrays, state, world.size) if world.is_root else arrays
     callbacks = list(callbacks)

@@ -108,7 +108,8 @@ def run(args: argparse.Namespace) -> int:
     quiet_tensorflow()
     from ktrainer.checkpoint.export.export_model import export_model
 
-    averaged = export_model(found.path, Path(args.output), args.model)
+    output = Path(args.output)
+    averaged = export_model(found.path, output, args.model, as_validated=args.best)
     print(f"wrote {args.output} from {found.path}")
     if averaged:
         print("its weights are the averages that the optimizer keeps (use_ema)")

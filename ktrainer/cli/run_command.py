@@ -137,15 +137,16 @@ def _warm_process(
 def recorded_signals() -> Iterator[list[int]]:
     """A list to which signals to this process are added, instead of their default action.
 
-    Those that are ignored, as SIGHUP under nohup, stay so.
+    SIGHUP stays ignored where it is, as under nohup.
     """
     found: list[int] = []
 
     def record(number: int, _frame: FrameType | None) -> None:
         found.append(number)
 
-    kept = (None, signal.SIG_IGN)
-    taken = [number for number in _SIGNALS if signal.getsignal(number) not in kept]
+    # SIGINT is not kept: a shell without jobs ignores it in all that it starts with `&`.
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    taken = [number for number in _SIGNALS if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, record) for number in taken}
     try:
         yield found

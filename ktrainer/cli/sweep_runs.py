@@ -154,7 +154,10 @@ def _has_validation_loss(record: RunRecord, rows: Rows) -> bool:
 
 def _without(name: str, metric: str | None) -> str:
     if metric is None and name == "val_loss":
-        return "it ended before its first validation, and trials are compared by val_loss"
+        return (
+            "it ended before its first validation, and trials are compared by val_loss: validate "
+            "sooner (trainer.validate_every), or give --metric loss"
+        )
     return f"its record has no {name}"
 
 

@@ -54,7 +54,8 @@ def _check_no_growth(world: WorldConfig) -> None:
     for key, value in given.items():
         if value:
             raise ConfigError(
-                "needs world.heal=true, which lets processes join and leave a run.",
+                "needs world.heal=true, which lets processes join and leave a run. Set it, or "
+                "leave this key out.",
                 path=f"world.{key}",
                 value=getattr(world, key),
             )

@@ -17,7 +17,7 @@ import numpy as np
 
 from ktrainer.distributed.world import World
 from ktrainer.errors import DivergenceError
-from ktrainer.steps.named_variables import vocabularies
+from ktrainer.steps.named_variables import vocabulary_digests
 
 if TYPE_CHECKING:
     import keras
@@ -128,7 +128,7 @@ def model_facts(model: keras.Model, rates: bool = True) -> dict[str, str]:
     for i, variable in enumerate(model.variables):
         name = _plain(variable.path)
         facts[f"variable {i} ({name})"] = f"{variable.dtype}{list(variable.shape)}"
-    for name, digest in vocabularies(model).items():
+    for name, digest in vocabulary_digests(model).items():
         facts[f"vocabulary of {name}"] = digest
     facts["trainable variables"] = str(len(model.trainable_variables))
     for name, value in (_config_of(getattr(model, "get_compile_config", dict)) or {}).items():

@@ -41,7 +41,12 @@ from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
-from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory, rows_at_once
+from ktrainer.distributed.shared_memory import (
+    SharedMemory,
+    copy_weighted,
+    open_shared_memory,
+    rows_at_once,
+)
 from ktrainer.distributed.sixteen_bits import convert
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
 from ktrainer.state.trace_spans import COLLECTIVES, add_span, is_tracing
@@ -248,12 +253,13 @@ class MpiGradients(GradientCollectives):
             convert(array, wide)
         if weight == 0:
             wide.fill(0)
-        factor, opened = wide.dtype.type(weight or 1), self.communicators
+        factor = wide.dtype.type(weight or 1)
+        opened = self.communicators
         if wire is None and opened.shared is not None:
             opened.shared.sum_in_place(array, "gradients", factor)
             return
         if factor != 1:
-            np.multiply(wide, factor, out=wide)
+            copy_weighted(wide, factor, wide)
         total = wide if wire is None else np.empty(wide.size, wire)
         what = "gradients" if wire is None else "16-bit gradients"
         if opened.hosts is not None:
@@ -340,7 +346,7 @@ def _shape_of(gradient: tf.Tensor) -> Any:
 
 
 @cache
-def _flat() -> tf.Tensor:
+def _flat_shape() -> tf.Tensor:
     """The handle of a variable that is [-1], which TensorFlow does not know as it optimizes a step,
     nor that it has one element."""
     with tf.init_scope(), tf.device("CPU:0"):
@@ -357,7 +363,7 @@ def _private(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     one snapshot: by making equal ones once (each has an attribute of its own), or by replacing that
     of a constant by the constant (nothing of the shape that it is given is known before the step).
     """
-    shape = tf.raw_ops.ReadVariableOp(resource=_flat(), dtype=tf.int32)
+    shape = tf.raw_ops.ReadVariableOp(resource=_flat_shape(), dtype=tf.int32)
     keep_outside_xla(shape.op)
     snapshots = []
     for gradient in gradients:

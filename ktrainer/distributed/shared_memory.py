@@ -79,9 +79,9 @@ class SharedMemory:
         shared = [segments_of(part, len(parts)) for part in parts]
         others = [each for each in range(len(parts)) if each != rank]
         for other in others:
-            _copy_weighted(segments[other], weight, shared[rank][other])
+            copy_weighted(segments[other], weight, shared[rank][other])
         if weight != 1:
-            _copy_weighted(segments[rank], weight, segments[rank])
+            copy_weighted(segments[rank], weight, segments[rank])
         self._world.wait(self._comm.Ibarrier(), what)
         addends = [mine[rank] for mine in shared]
         addends[rank] = segments[rank]
@@ -122,7 +122,7 @@ class SharedMemory:
         return gathered
 
 
-def _copy_weighted(array: np.ndarray, weight: float, to: np.ndarray) -> None:
+def copy_weighted(array: np.ndarray, weight: float, to: np.ndarray) -> None:
     """Write `weight * array`; an overflow is an inf."""
     if weight == 1:
         to[:] = array

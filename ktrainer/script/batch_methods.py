@@ -102,11 +102,14 @@ class BatchMethods:
             sample_weight = _weights_of_classes(y, sample_weight, class_weight)
         program, batch = self._open("train", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
-            if program not in self._equal:
+            cut = self.trainer.config.backend.name == "pipeline"
+            if cut and program not in self._equal:  # while each process has all of the model
                 self._say_differences(model, batch)
             program.build(batch.spec)
+            if not cut and program not in self._equal:
+                self._say_differences(model, batch)
             if program not in self._equal:  # the optimizer's, too, which evaluating has not made
-                broadcast_model(model, self.trainer.world)
+                broadcast_model(model, self.trainer.world, traced=True)
                 self._equal.add(program)
                 program.shared_variables = len(model.variables)
             model.reset_metrics()
@@ -135,8 +138,6 @@ class BatchMethods:
         model._assert_compile_called("test_on_batch")
         program, batch = self._open("test", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
-            program.build(batch.spec, training=False)
-            broadcast_once(program, self.trainer.world)
             callbacks = _no_callbacks(model)
             results = evaluate(program, batch, callbacks, self.trainer.world, of_step=True)
         return results if return_dict else model._flatten_metrics_in_order(results)

@@ -38,7 +38,10 @@ def _share_of(context: StepContext, dtype: Any, values: Any, sample_weight: Any)
     """A mean's values, and what this share weighs them with: ranks count gathered rows once."""
     tensor = ops.convert_to_tensor(values)
     over_examples = context.is_over_examples(tensor)
-    if not over_examples and sample_weight is None:  # each value is of all rows, as a mean loss
+    # Where the number of rows is static, in eager steps and pipelines, other lengths tell nothing.
+    known = not tf.executing_eagerly() and context.rows_of_draws is None
+    of_all_rows = tensor.shape.rank == 0 or (known and not over_examples)  # as a mean loss
+    if of_all_rows and sample_weight is None:
         return tensor, tf.fill(tensor.shape[:1], tf.cast(context.weight, dtype))
     if not context.gathered or not over_examples:
         return values, sample_weight

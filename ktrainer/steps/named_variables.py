@@ -42,8 +42,6 @@ _ALIASES = (
     *("_compile_loss", "_compile_metrics", "_loss_tracker", "_metrics"),
 )
 _OF_KERAS = "_variables"  # a list of what an object of Keras has as attributes
-
-
 _digests: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of lookup tables, which are constant
 
 
@@ -152,7 +150,10 @@ def attribute_variables(model: Any, metrics: bool = True) -> list[tuple[str, Sta
     found = []
     layers = named_layers(model)
     for entered in (None, set[int]()):  # those that earlier checkpoints have keep their names
-        inside = (_inside(vars(of), f"{ATTRIBUTE}{n}", entered=entered) for of, n in layers)
+        inside = (
+            _inside(vars(of), f"{ATTRIBUTE}{n}", entered=entered, metrics=metrics)
+            for of, n in layers
+        )
         for each in itertools.chain.from_iterable(inside):
             dtype = tf.as_dtype(each.variable.dtype)
             numeric = dtype.is_floating or dtype.is_integer or dtype.is_bool
@@ -208,13 +209,13 @@ def lookup_layers(model: Any) -> list[tuple[Any, str]]:
     return found
 
 
-def vocabularies(model: Any) -> dict[str, str]:
-    """The size and a digest of each vocabulary, in order and with tf-idf weights, by the name of
-    its layer. `get_config` describes none that was adapted."""
-    return {name: _vocabulary(layer) for layer, name in lookup_layers(model)}
+def vocabulary_digests(model: Any) -> dict[str, str]:
+    """The size and a digest of each vocabulary, in order, by the name of its layer. `get_config`
+    describes none that was adapted."""
+    return {name: _vocabulary_digest(layer) for layer, name in lookup_layers(model)}
 
 
-def _vocabulary(layer: Any) -> str:
+def _vocabulary_digest(layer: Any) -> str:
     table = layer.lookup_table  # another one after `adapt`
     if table not in _digests:
         pairs = (
@@ -222,8 +223,6 @@ def _vocabulary(layer: Any) -> str:
         )
         words, places = reversed(pairs) if layer.invert else pairs
         digest = hashlib.blake2b(repr(words[np.argsort(places)].tolist()).encode(), digest_size=6)
-        if layer.output_mode == "tf_idf" and len(words):
-            digest.update(np.asarray(layer.idf_weights_const).tobytes())
         _digests[table] = f"{len(words)} words, {digest.hexdigest()}"
     return _digests[table]
 
@@ -240,14 +239,17 @@ def _inside(
     depth: int = 0,
     of_keras: bool = False,
     entered: set[int] | None = None,
+    metrics: bool = True,
 ) -> Iterator[StateVariable]:
     """Variables and generators that `value` is or has, in up to three nested lists and dicts.
 
     Args:
         of_keras: those of Keras, too, as in losses, optimizers and the like. What a layer has
             besides its weights, such as what it remembers, is not of a run.
-        entered: ids of losses, optimizers and the like that were looked into, each once, and to the
-            depth of a layer; None: with the depth of where they are, as in earlier versions.
+        entered: ids of losses, optimizers and the like that were looked into. Each is looked into
+            once, and as deep as a layer is. None: no deeper than from the layer that has them,
+            which finds less: the variables that checkpoints of earlier versions have.
+        metrics: whether to look into metrics, too, where `entered` is given.
     """
     if of_keras and isinstance(value, keras.random.SeedGenerator):
         value = value.state
@@ -261,22 +263,25 @@ def _inside(
     elif isinstance(value, tf.Module):
         kinds = (tf.Variable, tf.random.Generator)
         found = value._flatten(predicate=lambda each: isinstance(each, kinds))
-        yield from _inside(list(found), path, depth, of_keras, entered)
+        yield from _inside(list(found), path, depth, of_keras, entered, metrics)
     elif isinstance(value, _WITH_STATE):
         if entered is None and depth < 3:
             yield from _inside(vars(value), path, depth, True)
         elif entered is not None and id(value) not in entered:
             entered.add(id(value))
-            yield from _inside(vars(value), path, 0, True, entered)
+            if metrics or not isinstance(value, keras.Metric):
+                yield from _inside(vars(value), path, 0, True, entered, metrics)
     elif depth >= 3:
         return
     elif isinstance(value, (list, tuple)):
         for k, each in enumerate(value):
-            yield from _inside(each, f"{path}/{k}", depth + 1, of_keras, entered)
+            yield from _inside(each, f"{path}/{k}", depth + 1, of_keras, entered, metrics)
     elif isinstance(value, dict):
         for key in sorted(value, key=str):
             if key not in _ALIASES and not (of_keras and key == _OF_KERAS):
-                yield from _inside(value[key], f"{path}/{key}", depth + 1, of_keras, entered)
+                yield from _inside(
+                    value[key], f"{path}/{key}", depth + 1, of_keras, entered, metrics
+                )
 
 
 def variables_in(value: Any) -> list[Any]:

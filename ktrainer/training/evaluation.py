@@ -49,7 +49,7 @@ def evaluate(
     """
     agree = agree or (lambda stop: world.any(stop, "stop evaluating"))
     program.build(feed.spec, training=False)
-    broadcast_once(program, world)
+    broadcast_once(program, world, traced=True)
     program.model.stop_evaluating = False
     callbacks.on_test_begin()
     program.finish()  # updates that a failed `fit` may have scheduled

@@ -49,7 +49,7 @@ from ktrainer.steps.named_variables import (
     attribute_variables,
     built_optimizers,
     view_of,
-    vocabularies,
+    vocabulary_digests,
 )
 from ktrainer.steps.variable_placement import Placement, placement_of
 
@@ -110,7 +110,7 @@ def capture(
         "optimizers": [_describe(optimizer, model) for optimizer in built_optimizers(model)],
         "stop_training": world.any(bool(getattr(model, "stop_training", False)), "stop of a rank"),
         "world_size": world.size,
-        "vocabularies": vocabularies(model),
+        "vocabularies": vocabulary_digests(model),
         "data_replicas": replicas_of(world)[: len(places)] if places else [],
         **facts,
     }
@@ -216,14 +216,15 @@ def _global_seed() -> list[tuple[str, Any]]:
 
 
 def _describe(optimizer: Any, model: Any) -> dict[str, Any]:
-    """An optimizer's class, whether it is that of `compile`, whose averages of weights Keras puts
-    in place as training ends, and the indices of its variables in `model.variables`."""
+    """An optimizer's class, whether it is that of `compile` and keeps averages of weights, which
+    Keras puts in place as training ends, and the indices of its variables in `model.variables`."""
     places = {id(variable): place for place, variable in enumerate(model.variables)}
     trained = getattr(optimizer, "_trainable_variables", [])
     return {
         "class": type(optimizer).__name__,
         "built": bool(optimizer.built),
         "compiled": optimizer is getattr(model, "optimizer", None),
+        "averages": bool(getattr(getattr(optimizer, "inner_optimizer", optimizer), "use_ema", 0)),
         "variables": [places[id(v)] for v in trained if id(v) in places],
     }
 

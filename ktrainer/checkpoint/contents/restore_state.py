@@ -34,7 +34,7 @@ from ktrainer.steps.named_variables import (
     ATTRIBUTE,
     attribute_variables,
     built_optimizers,
-    vocabularies,
+    vocabulary_digests,
 )
 from ktrainer.steps.powersgd import powersgd_of
 from ktrainer.steps.variable_placement import finalize_normalization, placement_of
@@ -109,7 +109,7 @@ def vocabulary_problems(model: Any, state: Mapping[str, Any]) -> list[str]:
     return [
         f"the vocabulary of the layer {name} is not that of the checkpoint ({digest} now, "
         f"{saved[name]} then), whose weights were trained for other words"
-        for name, digest in vocabularies(model).items()
+        for name, digest in vocabulary_digests(model).items()
         if saved.get(name, digest) != digest
     ]
 

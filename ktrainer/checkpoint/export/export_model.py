@@ -50,16 +50,19 @@ _TOP = ("Sequential", "DTypePolicy", "DTypePolicyMap", "Variable", "KerasTensor"
 _DANGEROUS = ("Lambda", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer")
 
 
-def export_model(checkpoint: Path, output: Path, function: str | None = None) -> bool:
+def export_model(
+    checkpoint: Path, output: Path, function: str | None = None, as_validated: bool = False
+) -> bool:
     """Write the model of a checkpoint, from any number of stages, to a Keras file; local layers as
-    rank 0 has them. Weights of which the optimizer keeps averages (`use_ema`) are these, as at the
-    end of training; return whether some were put in place.
+    rank 0 has them. Averages that the optimizer keeps (`use_ema`) take the place of weights, as at
+    the end of training; return whether there are some.
 
     Args:
         checkpoint: its folder; all of it is checked first.
         output: ends in `.keras` (model, weights, and the optimizer where all of it is Keras' own)
             or `.weights.h5` (weights alone).
         function: `MODULE:FUNCTION` that builds the model; None: from the checkpoint alone.
+        as_validated: no averages, unless Keras' SwapEMAWeights had them validated.
 
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit the model, or the model has
@@ -69,7 +72,9 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
         raise CheckpointError(f"{output} must end in .keras or .weights.h5")
     arrays, state = read_run(checkpoint)
     arrays, state = arrays_of_rank(arrays, state, 0), {**state, "local": []}
-    averages = {} if _has_averages(state) else _averages(arrays, state)
+    in_place, swaps = _swapped(state)
+    raw = in_place or (as_validated and not swaps)
+    averages = {} if raw else _averages(arrays, state)
     arrays |= {name: arrays[average] for name, average in averages.items()}
     whole = output.suffix == ".keras"
     if function is None:
@@ -85,10 +90,11 @@ def export_model(checkpoint: Path, output: Path, function: str | None = None) ->
     return bool(averages)
 
 
-def _has_averages(state: Mapping[str, Any]) -> bool:
-    """Whether Keras' SwapEMAWeights had put the averages into the model."""
-    attributes = (saved.get("attributes", {}) for saved in state.get("callbacks", ()))
-    return any(each.get("_ema_weights_in_model") for each in attributes)
+def _swapped(state: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether Keras' SwapEMAWeights had put averages into the model, and whether there was one."""
+    attributes = [saved.get("attributes", {}) for saved in state.get("callbacks", ())]
+    key = "_ema_weights_in_model"
+    return any(each.get(key) for each in attributes), any(key in each for each in attributes)
 
 
 def _averages(arrays: Arrays, state: Mapping[str, Any]) -> dict[str, str]:
@@ -96,12 +102,13 @@ def _averages(arrays: Arrays, state: Mapping[str, Any]) -> dict[str, str]:
     names, optimizers = [n for n in arrays if n.startswith("model/")], state.get("optimizers", ())
     found = {}
     for i, facts in enumerate(optimizers):
-        if not facts.get("compiled", len(optimizers) == 1):
+        # Earlier versions saved neither.
+        if not facts.get("compiled", len(optimizers) == 1) or not facts.get("averages", True):
             continue
         slots = [name for name in arrays if name.startswith(f"optimizer/{i}/")]
         for name in (names[place] for place in facts["variables"] if place < len(names)):
             path = name.removeprefix("model/").split("#")[0].replace("/", "_")
-            own = (each for each in slots if each.split(":", 1)[1] == f"{path}_average")
+            own = (each for each in slots if each.partition(":")[2] == f"{path}_average")
             if slot := next(own, None):
                 slots.remove(slot)
                 found[name] = slot
@@ -225,7 +232,8 @@ def _check_vocabularies(model: Any, state: Mapping[str, Any], of_function: bool)
         )
     for problem in vocabulary_problems(model, state) if of_function else ():
         raise CheckpointError(
-            f"{problem}. In the function that builds the model, adapt it to the same data as then"
+            f"{problem}. In the function that builds the model, adapt it to the same data as then, "
+            "and make such layers in the same order, or name them"
         )
 
 

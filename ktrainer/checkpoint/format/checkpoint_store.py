@@ -151,10 +151,11 @@ class Store:
         kept = {entry.path for entry in good[:keep]}
         if best_step is not None:
             kept.add(self.path_of(best_step))
-        for name, mode, run in {(e.metric[0], e.mode or "min", e.run) for e in good if e.metric}:
-            best = _best(good, name, mode, run)
-            assert best is not None
-            kept.add(best.path)
+        for name, known, run in {(e.metric[0], e.mode, e.run) for e in good if e.metric}:
+            for mode in (known,) if known else ("min", "max"):  # earlier versions saved none
+                best = _best(good, name, mode, run)
+                assert best is not None
+                kept.add(best.path)
         for entry in good:
             if entry.path not in kept:
                 self.remove(entry.path)
