@@ -21,6 +21,11 @@ KINDS = (
     "random access",
 )
 
+RANDOM_AUGMENTATION = (
+    "If only random augmentation in maps of tf.data differs, which is harmless, "
+    "health.check_data=false turns the comparison off."
+)
+
 T = TypeVar("T")
 
 
@@ -96,7 +101,9 @@ def raise_other_rows(world: World, table: np.ndarray, names: list[str], where: s
             raise DivergenceError(
                 f"data: {where} differs in {name}: {ranks(other)} got other values than rank 0. "
                 f"{_requirement(world)} A shuffle needs a seed "
-                "(`dataset.shuffle(n, seed=0)`), and a pipeline must be deterministic."
+                "(`dataset.shuffle(n, seed=0)`), a generator that draws random numbers needs a "
+                "random generator of its own (`np.random.default_rng(0)`, not `np.random`), and a "
+                f"pipeline must be deterministic. {RANDOM_AUGMENTATION}"
             )
 
 

@@ -66,7 +66,8 @@ class DatasetSource(Source):
         world: this process's replica in it takes the slice.
         sliced: whether all ranks run the same pipeline and each replica takes its slice.
         class_weight: class -> weight, turned into sample weights as Keras does.
-        prefetch: batches kept ready; 0 leaves that to the pipeline.
+        prefetch: batches kept ready; 0 leaves that to the pipeline, as does one that calls Python
+            where ranks compare their batches.
         device: where the next two batches are copied to by a thread; None: nowhere.
     """
 
@@ -294,7 +295,13 @@ class DatasetSource(Source):
         dataset = self._after(self._dataset, skip)
         if self._cut:
             dataset = mapped(dataset, self._slice)
-        if self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
+        if self._cut and calls_python(self._dataset):
+            # Read ahead, what Python draws from global generators would differ between ranks.
+            options = tf.data.Options()
+            options.experimental_optimization.inject_prefetch = False
+            options.experimental_optimization.map_parallelization = False
+            dataset = dataset.with_options(options)
+        elif self._prefetch and (self._cut or "Prefetch" not in type(dataset).__name__):
             dataset = dataset.prefetch(self._prefetch)
         if not skip:
             self._whole = dataset

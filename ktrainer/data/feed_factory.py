@@ -314,7 +314,7 @@ def _from_python(
         world=settings.world,
         sliced=not per_replica,
         class_weight=settings.class_weight,
-        prefetch=max(1, config.prefetch),
+        prefetch=config.prefetch,
         device=settings.device,
     )
     source.infinite |= infinite

@@ -50,11 +50,14 @@ class GeneratorSource(PythonSource):
             alike = world.heals and check and 1 < world.size == world.replicas
             self._orders_differ = self.shuffles = not alike
             self.endless, self.reopens = False, True
-            made = iter(data())
-            first = list(map(copied, itertools.islice(made, SAMPLES)))
+            with self._reading_samples():
+                made = iter(data())
+                first = list(map(copied, itertools.islice(made, SAMPLES)))
             self._begun: Iterator[Any] | None = _copies(made, first)
         else:
-            self._given, first = data, list(itertools.islice(OneShotReader(data), SAMPLES))
+            self._given = data
+            with self._reading_samples():
+                first = list(itertools.islice(OneShotReader(data), SAMPLES))
             self._begun = self._reader = OneShotReader(data)
             self._again = first
         self._learn(first)
@@ -144,7 +147,8 @@ class LoaderSource(GeneratorSource):
         if hasattr(data.dataset, "__len__"):
             self.num_batches = len(data)
         self._first: Piece | None = None
-        self._items_draw = self._read_samples()
+        with self._reading_samples():
+            self._items_draw = self._read_samples()
 
     def _read_samples(self) -> bool:
         """Look at the first batches; return whether making one draws from the generator that

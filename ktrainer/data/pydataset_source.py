@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import struct
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -46,10 +47,21 @@ class PyDatasetSource(PythonSource):
         self.num_batches = dataset.num_batches
         self.endless = self.infinite = self.indexed = self.num_batches is None
         self._order: ShuffleOrder | None = None
+        self._in_order = False  # whether one worker does the work of several
         if self.num_batches == 0:
             return
         count = SAMPLES if self.num_batches is None else min(SAMPLES, self.num_batches)
-        self._learn(dataset[i] for i in range(count))
+        with self._reading_samples():
+            self._learn(dataset[i] for i in range(count))
+        self._in_order = self._draws_globally and dataset.workers > 1
+        if self._in_order and options["world"].is_root:
+            warnings.warn(
+                f"{type(dataset).__name__}: its batches are made from np.random or random, so "
+                f"one worker makes them in order: {dataset.workers} would draw in an order of "
+                "their own on each rank. To use them, draw from "
+                "np.random.default_rng([seed, index])",
+                stacklevel=2,
+            )
         self._epochs_begun = 0
         self._has_begun = False  # epoch 0, for a look at its first batch that was dropped since
         self._reset = False
@@ -133,7 +145,8 @@ class PyDatasetSource(PythonSource):
         try:
             endless = self.dataset.num_batches is None
             indices = itertools.count(skip) if endless else self._indices(epoch, skip)
-            with closing(self._ahead(ordered_items(self.dataset, indices), "pydataset")) as pieces:
+            make = _plain if self._in_order else ordered_items
+            with closing(self._ahead(make(self.dataset, indices), "pydataset")) as pieces:
                 yield from pieces
         finally:
             if not self._has_begun:
@@ -156,7 +169,8 @@ class PyDatasetSource(PythonSource):
     @contextmanager
     def paused(self, timeout: float) -> Iterator[str | None]:
         with super().paused(timeout) as problem:
-            if self.dataset.workers > 1 and not self.dataset.use_multiprocessing:
+            threads = self.dataset.workers > 1 and not self.dataset.use_multiprocessing
+            if threads and not self._in_order:
                 problem = "several threads of its PyDataset make batches meanwhile"
             yield problem
 

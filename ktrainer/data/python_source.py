@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,7 +43,8 @@ class PythonSource(Source):
         world: this process's replica in it takes the slice.
         sliced: whether all ranks run the same code and each replica takes its slice.
         class_weight: class -> weight, turned into sample weights.
-        prefetch: batches kept ready by a background thread; at least 1.
+        prefetch: batches kept ready by a background thread; 0: each is made when it is needed, as
+            they are where ranks must make the same ones and draw global random numbers for them.
         device: where the next batches are copied to; None: nowhere.
     """
 
@@ -60,8 +64,20 @@ class PythonSource(Source):
         self._cut = compared(world, sliced)
         self._class_weight, self._prefetch = class_weight, prefetch
         self._prefetcher: Prefetcher | None = None
+        self._draws_globally = False  # whether making a batch does, where that matters
         self._times, self._function = StageTimes(), "the data"
         self._dtypes: list[Any] | None = None
+
+    @contextmanager
+    def _reading_samples(self) -> Iterator[None]:
+        """The first batches are made inside the block. If that draws from the global generators of
+        Python or NumPy, and other ranks make the same ones, no thread makes the later ones: how far
+        ahead it is differs between ranks, and so would what else is drawn."""
+        before = _global_random_states()
+        yield
+        self._draws_globally = self._cut and _global_random_states() != before
+        if self._draws_globally:
+            self._prefetch, self._device = 0, None
 
     def _learn(self, batches: Iterable[Any]) -> None:
         """Take `spec` from the first batches."""
@@ -93,7 +109,7 @@ class PythonSource(Source):
     def _tuple(self, batch: Any) -> Any:
         """Check the outer structure of a user's batch."""
 
-    def _pieces(self, batches: Iterator[Any]) -> Iterator[Piece]:
+    def _pieces(self, batches: Iterator[Any]) -> Generator[Piece, None, None]:
         try:
             for batch in self._times.items(batches, self._function):
                 with self._times.timed("slicing and comparing batches"):
@@ -113,8 +129,14 @@ class PythonSource(Source):
     def slow_stage(self) -> str | None:
         return self._times.slowest()
 
-    def _ahead(self, batches: Iterator[Any], name: str, skip: int = 0) -> Prefetcher:
+    def _ahead(
+        self, batches: Iterator[Any], name: str, skip: int = 0
+    ) -> Prefetcher | Generator[Piece, None, None]:
         self.close()
+        if not self._prefetch:
+            pieces = self._pieces(batches)
+            deque(itertools.islice(pieces, skip), 0)
+            return pieces
         pieces, copy = self._pieces(batches), self._copied if self._device else None
         self._prefetcher = prefetched(pieces, self._prefetch, name, copy, skip)
         return self._prefetcher
@@ -135,6 +157,11 @@ class PythonSource(Source):
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
+
+
+def _global_random_states() -> tuple[Any, ...]:
+    name, words, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(words).tobytes(), *rest
 
 
 def _array(leaf: Any, dtype: tf.DType | None) -> Any:

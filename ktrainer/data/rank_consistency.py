@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ktrainer.data.data_agreement import RANDOM_AUGMENTATION
 from ktrainer.distributed.world import World
 from ktrainer.errors import DivergenceError
 from ktrainer.steps.named_variables import vocabulary_digests
@@ -35,7 +36,7 @@ _REMEDIES = {
     "data": (
         "With data.batch=global every rank must be given the same data in the same order: seed "
         "every shuffle (`dataset.shuffle(n, seed=0)`, `torch.manual_seed(0)`). If each rank has "
-        "data of its own, set data.batch=per_worker."
+        f"data of its own, set data.batch=per_worker. {RANDOM_AUGMENTATION}"
     ),
     "version": "Install the same library versions on every node.",
 }

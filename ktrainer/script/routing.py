@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -39,6 +40,7 @@ class Routing:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.running: list[keras.Model] = []
+        self._thread = threading.current_thread()  # of the script
         self._replaced = Replacements()
         wrap = self._replaced.wrap
         for name in _METHODS:
@@ -83,7 +85,7 @@ class Routing:
 
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            if collectives_off():
+            if collectives_off() or self._in_other_thread(model, name):
                 return original(model, *args, **kwargs)
             if name != "fit" and self._runs_whole(model):
                 with self._whole(model):
@@ -110,10 +112,10 @@ class Routing:
 
         @functools.wraps(original)
         def routed(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            trains = original.__name__ == "train_on_batch"
-            if collectives_off():
+            name = original.__name__
+            if collectives_off() or self._in_other_thread(model, name):
                 return original(model, *args, **kwargs)
-            if not trains and self._runs_whole(model):
+            if name != "train_on_batch" and self._runs_whole(model):
                 with self._whole(model):
                     return original(model, *args, **kwargs)
             self._gather_others(model)
@@ -121,6 +123,28 @@ class Routing:
                 return run(model, *args, **kwargs)
 
         return routed
+
+    def _in_other_thread(self, model: keras.Model, name: str) -> bool:
+        """Return whether a method is called beside the script's thread, as code that makes batches
+        may: at moments that differ between ranks, so that each runs it whole, by itself.
+
+        A thread that trains while no call runs is the script's from there on.
+        """
+        here, backend = threading.current_thread(), self.trainer.backend
+        if here is self._thread or not has_other_ranks(self.trainer.world):
+            return False
+        trains = name in ("fit", "train_on_batch")
+        if not (trains or backend.strategy is not None or id(model) in self._cut):
+            return True
+        if self.running:
+            raise ModelError(
+                f"`{name}` of model {model.name!r} was called in thread {here.name!r} (such as "
+                "those that read data ahead) while the script's thread trains or evaluates. Ranks "
+                "communicate for it, which they cannot do in two threads at once. Call it in the "
+                "script before `fit`, or in a callback."
+            )
+        self._thread = here
+        return False
 
     def _compile(self, original: Callable[..., None]) -> Callable[..., None]:
         """Join the stages of a model that is compiled again; it is cut again later."""

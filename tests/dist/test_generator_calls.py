@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ktrainer import Trainer
+from ktrainer.distributed import current_world
 
 QUIET = {"logging": {"progress": "none", "csv": False}}
 EPOCHS = {"steps_per_epoch": 1, "epochs": 3, "shuffle": False, "verbose": 0}
@@ -115,3 +118,62 @@ def test_a_resumed_script_passes_over_what_was_read(tmp_path: Path) -> None:
     expected = two_fits(tmp_path / "whole", 3)
     two_fits(tmp_path / "parts", 2)
     assert two_fits(tmp_path / "parts", 3) == expected
+
+
+class Drawn(keras.utils.PyDataset):
+    """Six batches, each filled with a number of the global generator of NumPy; slow on rank 1."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.threads: set[threading.Thread] = set()
+        self.drawn: list[float] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        self.threads.add(threading.current_thread())
+        time.sleep(0.02 * current_world().rank)
+        self.drawn.append(np.random.random())
+        return (np.full((4, 1), self.drawn[-1], "float32"),) * 2
+
+    def items(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(6))
+
+    def as_kind(self, kind: str) -> Any:
+        batch = tf.TensorSpec((4, 1))
+        made = {
+            "generator": lambda: self.items,
+            "tf.data": lambda: tf.data.Dataset.from_generator(
+                self.items, output_signature=(batch, batch)
+            ),
+        }
+        return made.get(kind, lambda: self)()
+
+
+def drawn(kind: str, backend: str, **options: Any) -> tuple[Any, list[float], bool]:
+    """What is trained and validated on, the numbers drawn for it, and whether other threads do."""
+    training, others = Drawn(**options), Drawn(**options)
+    settings: dict[str, Any] = {**QUIET, "backend": backend}
+    if backend == "local":
+        settings["data"] = {"prefetch": 0}
+    with Trainer(settings) as trainer:
+        np.random.seed(0)
+        look = keras.callbacks.LambdaCallback()
+        look.on_train_batch_end = lambda *_, **__: np.random.random()
+        given = {"validation_data": others.as_kind(kind), "epochs": 2, "shuffle": False}
+        fit = trainer.fit(build(), training.as_kind(kind), callbacks=[look], **given)
+    threads = (training.threads | others.threads) - {threading.current_thread()}
+    return fit.history, training.drawn + others.drawn, bool(threads)
+
+
+@pytest.mark.parametrize("kind", ["generator", "PyDataset", "tf.data"])
+def test_batches_from_global_random_numbers(ranks: Callable[..., Any], kind: str) -> None:
+    """Ranks draw the same, though one is slower, and a callback draws in between."""
+    options = {"workers": 3} if kind == "PyDataset" else {}
+    first, second = ranks(2).run(drawn, kind, "data_parallel", **options)
+    assert first == second
+    alone = drawn(kind, "local")
+    assert first[2] == alone[2] == (kind == "tf.data")
+    if kind == "generator":  # ranks look at the first batches of other data
+        assert first == alone

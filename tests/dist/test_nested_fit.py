@@ -1,16 +1,18 @@
-"""A callback of `fit` trains, evaluates and predicts with other models."""
+"""Callbacks and data of `fit` train, evaluate and predict with other models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from ktrainer import Trainer
+from ktrainer.script.routing import Routing
 from tests.contracts.running import use_float64
 
 ROWS, BATCH = 24, 4
@@ -90,3 +92,54 @@ def test_a_fit_inside_a_fit_has_kerass_numbers(ranks: Callable[..., Any], size: 
     names = {"checkpoints", *(f"checkpoints-inside-{n}" for n in (1, 2, 3, 4))}
     assert names <= files
     assert {"metrics.csv", "metrics-inside-4.csv"} <= files
+
+
+def encoded(encoder: keras.Model) -> Iterator[Any]:
+    """Batches whose targets a model predicts, without end."""
+    x, _ = data()
+    while True:
+        for start in range(0, ROWS, BATCH):
+            batch = x[start : start + BATCH]
+            yield batch, encoder.predict(batch, verbose=0) + encoder.predict_on_batch(batch)
+
+
+def trained_on_predictions(kind: str) -> tuple[list[float], list[np.ndarray]]:
+    use_float64()
+    model, encoder = build(1), build(2)
+    given: Any = encoded(encoder)
+    if kind == "tf.data":
+        signature = tf.TensorSpec((None, 3), "float64"), tf.TensorSpec((None, 1), "float64")
+        given = tf.data.Dataset.from_generator(lambda: encoded(encoder), output_signature=signature)
+    history = model.fit(given, epochs=2, steps_per_epoch=5, shuffle=False, verbose=0)
+    return history.history["loss"], model.get_weights()
+
+
+def routed(run: Callable[..., Any], *args: Any) -> Any:
+    """What an unmodified script returns under `ktrainer run`."""
+    settings = {**QUIET, "backend": "data_parallel", "world": {"deadline": 20}}
+    routing = Routing(Trainer(settings))
+    try:
+        return run(*args)
+    finally:
+        routing.close()
+
+
+@pytest.mark.parametrize("kind", ["generator", "tf.data"])
+def test_data_may_predict_in_threads_that_read_it(ranks: Callable[..., Any], kind: str) -> None:
+    losses, weights = trained_on_predictions(kind)
+    for mine, theirs in ranks(2).run(routed, trained_on_predictions, kind):
+        np.testing.assert_allclose(mine, losses, rtol=1e-12)
+        np.testing.assert_allclose(theirs[0], weights[0], rtol=1e-12)
+
+
+def trained_while_read() -> None:
+    def batches() -> Iterator[Any]:
+        yield from [data(BATCH)] * 3  # two are read by the thread of the script
+        build(2).train_on_batch(*data(BATCH))
+
+    build(1).fit(batches(), steps_per_epoch=6, shuffle=False, verbose=0)
+
+
+def test_data_may_not_train_in_threads_that_read_it(ranks: Callable[..., Any]) -> None:
+    for outcome in ranks(2).outcomes(routed, trained_while_read):
+        assert "`train_on_batch` of model 'sequential" in str(outcome.error)
