@@ -186,11 +186,9 @@ def _check_trainer(config: Config) -> None:
 
 
 def _check_powersgd(config: Config, backend: DataParallelConfig) -> None:
-    """Refuse the rank alone; the command line may replace PowerSGD of a file."""
+    """Refuse the rank alone; a compression that is named may replace PowerSGD of a file."""
     rank, key = backend.powersgd_rank, "backend.compression"
-    replaced = config.origin(key) not in (None, config.origin("backend.powersgd_rank"))
-    unused = backend.compression != "powersgd" and not replaced
-    if unused and rank != DataParallelConfig.powersgd_rank:
+    if rank != DataParallelConfig.powersgd_rank and config.origin(key) is None:
         raise ConfigError(
             f"{rank} has no effect without backend.compression=powersgd: set it, or leave this key "
             "out.",

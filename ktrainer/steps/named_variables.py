@@ -210,8 +210,8 @@ def lookup_layers(model: Any) -> list[tuple[Any, str]]:
 
 
 def vocabulary_digests(model: Any) -> dict[str, str]:
-    """The size and a digest of each vocabulary, in order, by the name of its layer. `get_config`
-    describes none that was adapted."""
+    """The size and a digest of each vocabulary, in order and with tf-idf weights, by the name of
+    its layer. `get_config` describes none that was adapted."""
     return {name: _vocabulary_digest(layer) for layer, name in lookup_layers(model)}
 
 
@@ -223,6 +223,8 @@ def _vocabulary_digest(layer: Any) -> str:
         )
         words, places = reversed(pairs) if layer.invert else pairs
         digest = hashlib.blake2b(repr(words[np.argsort(places)].tolist()).encode(), digest_size=6)
+        if layer.output_mode == "tf_idf" and len(words):
+            digest.update(np.asarray(layer.idf_weights_const).tobytes())
         _digests[table] = f"{len(words)} words, {digest.hexdigest()}"
     return _digests[table]
 
