@@ -43,9 +43,9 @@ from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
 from ktrainer.distributed.shared_memory import (
     SharedMemory,
-    copy_weighted,
     open_shared_memory,
     rows_at_once,
+    weigh,
 )
 from ktrainer.distributed.sixteen_bits import convert
 from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
@@ -254,16 +254,15 @@ class MpiGradients(GradientCollectives):
         if weight == 0:
             wide.fill(0)
         factor = wide.dtype.type(weight or 1)
-        opened = self.communicators
-        if wire is None and opened.shared is not None:
-            opened.shared.sum_in_place(array, "gradients", factor)
+        hosts = self.communicators.hosts
+        if wire is None and hosts is None:
+            self._sum_over_ranks(array, "gradients", factor)
             return
-        if factor != 1:
-            copy_weighted(wide, factor, wide)
+        weigh(wide, factor)
         total = wide if wire is None else np.empty(wide.size, wire)
         what = "gradients" if wire is None else "16-bit gradients"
-        if opened.hosts is not None:
-            opened.hosts.sum(wide, total, what)
+        if hosts is not None:
+            hosts.sum(wide, total, what)
         else:
             if total is not wide:
                 convert(wide, total)
@@ -271,11 +270,12 @@ class MpiGradients(GradientCollectives):
         if total is not array:
             convert(total, array)
 
-    def _sum_over_ranks(self, array: np.ndarray, what: str) -> None:
+    def _sum_over_ranks(self, array: np.ndarray, what: str, weight: float = 1.0) -> None:
         opened = self.communicators
         if opened.shared is not None:
-            opened.shared.sum_in_place(array, what)
+            opened.shared.sum_in_place(array, what, weight)
         else:
+            weigh(array, weight)
             sum_in_place(self.world, opened.comm, array, what)
 
     def _reduce_bucket(

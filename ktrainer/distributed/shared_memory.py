@@ -79,9 +79,8 @@ class SharedMemory:
         shared = [segments_of(part, len(parts)) for part in parts]
         others = [each for each in range(len(parts)) if each != rank]
         for other in others:
-            copy_weighted(segments[other], weight, shared[rank][other])
-        if weight != 1:
-            copy_weighted(segments[rank], weight, segments[rank])
+            weigh(segments[other], weight, to=shared[rank][other])
+        weigh(segments[rank], weight)
         self._world.wait(self._comm.Ibarrier(), what)
         addends = [mine[rank] for mine in shared]
         addends[rank] = segments[rank]
@@ -122,13 +121,13 @@ class SharedMemory:
         return gathered
 
 
-def copy_weighted(array: np.ndarray, weight: float, to: np.ndarray) -> None:
-    """Write `weight * array`; an overflow is an inf."""
-    if weight == 1:
+def weigh(array: np.ndarray, weight: float, to: np.ndarray | None = None) -> None:
+    """Write `weight * array` to another array, or in its place; an overflow is an inf."""
+    if weight != 1:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(array, weight, out=array if to is None else to)
+    elif to is not None:
         to[:] = array
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.multiply(array, weight, out=to)
 
 
 def rows_at_once(arrays: Sequence[np.ndarray]) -> int:

@@ -152,9 +152,9 @@ def _sent(compression: str) -> tuple[int, int]:
     """Bytes of an update that are summed over two ranks, counted; and foretold."""
     counted, sums = [], MpiGradients._sum_over_ranks
 
-    def count(self: Any, array: np.ndarray, what: str) -> None:
+    def count(self: Any, array: np.ndarray, *given: Any) -> None:
         counted.append(array.nbytes)
-        sums(self, array, what)
+        sums(self, array, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MpiGradients, "_sum_over_ranks", count)
