@@ -186,7 +186,9 @@ class LossGuard(Callback):
     def _has_no_rows(self) -> bool:
         """Whether this rank's logs are of padding, of which nothing is counted."""
         state = self.trainer.state if self.trainer is not None else None
-        return state is not None and state.program.counts_metrics and not state.counted.last
+        if state is None or not state.program.counts_metrics:
+            return False
+        return not (state.counted.of_update or state.counted.last)  # after a heal, `last` alone
 
     def _bad_ranks(self, bad: bool, logs: Mapping[str, Any] | None) -> str:
         world = self.world

@@ -50,14 +50,13 @@ def check_healing(config: Config) -> None:
 
 
 def _check_no_growth(world: WorldConfig) -> None:
-    given = {"replace": world.replace, "max_size": world.max_size, "min_size": world.min_size > 1}
-    for key, value in given.items():
+    for key, value in {"replace": world.replace, "max_size": world.max_size}.items():
         if value:
             raise ConfigError(
                 "needs world.heal=true, which lets processes join and leave a run. Set it, or "
                 "leave this key out.",
                 path=f"world.{key}",
-                value=getattr(world, key),
+                value=value,
             )
 
 

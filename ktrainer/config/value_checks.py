@@ -188,7 +188,8 @@ def _check_trainer(config: Config) -> None:
 def _check_powersgd(config: Config, backend: DataParallelConfig) -> None:
     """Refuse the rank alone; a compression that is named may replace PowerSGD of a file."""
     rank, key = backend.powersgd_rank, "backend.compression"
-    if rank != DataParallelConfig.powersgd_rank and config.origin(key) is None:
+    unused = backend.compression != "powersgd" and key not in config._origins
+    if unused and rank != DataParallelConfig.powersgd_rank:
         raise ConfigError(
             f"{rank} has no effect without backend.compression=powersgd: set it, or leave this key "
             "out.",

@@ -83,13 +83,15 @@ class DatasetSource(Source):
         prefetch: int = 2,
         device: str | None = None,
     ) -> None:
-        self._device = device
         if class_weight is not None:
             dataset = dataset.map(make_class_weight_map_fn(class_weight), tf.data.AUTOTUNE)
         _require_batches(dataset.element_spec)
         self._dataset, self._prefetch = dataset, prefetch
         self._replica, self._replicas = slicing(world, sliced)
         self._cut = compared(world, sliced)
+        # Read ahead, what Python draws from global generators would differ between ranks.
+        self._in_turn = self._cut and calls_python(dataset)
+        self._device = None if self._in_turn else device
         self.spec = tf.nest.map_structure(any_rows, dataset.element_spec)
         cardinality = int(dataset.cardinality())
         self.num_batches = cardinality if cardinality >= 0 else None
@@ -295,8 +297,7 @@ class DatasetSource(Source):
         dataset = self._after(self._dataset, skip)
         if self._cut:
             dataset = mapped(dataset, self._slice)
-        if self._cut and calls_python(self._dataset):
-            # Read ahead, what Python draws from global generators would differ between ranks.
+        if self._in_turn:
             options = tf.data.Options()
             options.experimental_optimization.inject_prefetch = False
             options.experimental_optimization.map_parallelization = False

@@ -285,7 +285,7 @@ class MpiGradients(GradientCollectives):
         parts = gradients if tf.executing_eagerly() else _private(gradients)
         call = self._timed(self.sum_bucket if compressed else self.sum_uncompressed)
         outputs = order.on_host(call, [weight, *parts], [part.dtype for part in parts])
-        return [tf.reshape(x, _shape_of(g)) for x, g in zip(outputs, gradients, strict=True)]
+        return [tf.ensure_shape(x, g.shape) for x, g in zip(outputs, gradients, strict=True)]
 
     def _reduce_slices(
         self, slices: tf.IndexedSlices, weight: tf.Tensor, order: InOrder
@@ -356,7 +356,7 @@ def _flat_shape() -> tf.Tensor:
 
 
 def _private(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Gradients, flat, in memory that is read by what they are given to and by nothing else.
+    """Gradients in memory that is read by what they are given to and by nothing else.
 
     A snapshot is a copy, unless TensorFlow finds that nothing else will read the memory of its
     input and hands that on, which is the usual case. Its optimizer could still let two readers have
@@ -369,8 +369,9 @@ def _private(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     for gradient in gradients:
         flat = tf.raw_ops.Reshape(tensor=gradient, shape=shape)
         snapshot = tf.raw_ops.Snapshot(input=flat)
-        for op in (flat.op, snapshot.op):
-            keep_outside_xla(op)
         snapshot.op._set_attr("_ktrainer_copy", tf.compat.v1.AttrValue(i=next(_copies)))
-        snapshots.append(snapshot)
+        shaped = tf.reshape(snapshot, _shape_of(gradient))
+        for op in (flat.op, snapshot.op, shaped.op):
+            keep_outside_xla(op)
+        snapshots.append(shaped)
     return snapshots

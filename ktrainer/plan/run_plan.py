@@ -78,6 +78,7 @@ def make_plan(config: Config, facts: Hardware) -> Plan:
         ConfigError: it cannot run; names what to change.
     """
     _check_backend(config, facts)
+    _check_least_size(config)
     pipeline = config.backend if isinstance(config.backend, PipelineConfig) else None
     partitions = pipeline.partitions if pipeline else 1
     replicas, batch = facts.size // partitions, config.data.batch_size
@@ -193,6 +194,18 @@ def _engine(config: Config, facts: Hardware, replicas: int) -> str | None:
             value="horovod",
         )
     return backend.engine
+
+
+def _check_least_size(config: Config) -> None:
+    """Refuse a least number of ranks without healing, which a launcher's option may have set."""
+    least = config.world.min_size
+    if least > 1 and not config.world.heal:
+        raise ConfigError(
+            "needs world.heal=true (`ktrainer run --heal`): without it no run continues with fewer "
+            "ranks. Set it, or leave this key out.",
+            path="world.min_size",
+            value=least,
+        )
 
 
 def _check_engine(config: Config, facts: Hardware, engine: str | None) -> None:

@@ -131,6 +131,8 @@ class Routing:
         A thread that trains while no call runs is the script's from there on.
         """
         here, backend = threading.current_thread(), self.trainer.backend
+        if not self._thread.is_alive():
+            self._thread = here
         if here is self._thread or not has_other_ranks(self.trainer.world):
             return False
         trains = name in ("fit", "train_on_batch")

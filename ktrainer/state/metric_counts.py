@@ -16,11 +16,13 @@ class MetricCounts:
     Attributes:
         examples: this rank's, in the epoch so far.
         last: this rank's, in its newest local batch.
+        of_update: this rank's, in the newest update.
         logs: those of the newest update, perhaps still tensors.
     """
 
     examples: int = 0
     last: int = 0
+    of_update: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
 
     def plain_logs(self) -> dict[str, Any]:

@@ -84,9 +84,9 @@ def error_of_split(
     rows = -(-split[0].examples // replicas)
     return DataError(
         f"a step failed on a part of a batch, {rows} of its {split[0].global_examples} rows: "
-        f"{_reason(str(error.message))} If the step has the rows of a batch as a constant, let it "
-        "take `tf.shape(x)[0]`. If the first axis of these batches is not examples, they cannot be "
-        f"cut by it: {advice}."
+        f"{_reason(str(error.message))} If the first axis of these batches is not examples, they "
+        f"cannot be cut by it: {advice}. If the step has the rows of a batch as a constant, let it "
+        "take `tf.shape(x)[0]`."
     )
 
 

@@ -418,6 +418,7 @@ class Loop:
             if self.program.counts_metrics:
                 counted.examples += sum(batch.examples for batch in batches)
                 counted.last = batches[-1].examples
+                counted.of_update = sum(batch.examples for batch in batches)
         counted.logs = logs
         self.world.step = progress.step  # for messages of what follows a call of several updates
         progress.elapsed = time.monotonic() - self._started

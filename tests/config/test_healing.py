@@ -31,13 +31,21 @@ HEAL = ["world.heal=true", "backend=data_parallel"]
         ([*HEAL, "world.min_size=3", "world.max_size=2"], "world.max_size", "world.min_size=3"),
         (["world.replace=true"], "world.replace", "world.heal=true"),
         (["world.max_size=4"], "world.max_size", "world.heal=true"),
-        (["world.min_size=2"], "world.min_size", "world.heal=true"),
     ],
 )
 def test_refused(words, path, says):
     with pytest.raises(ConfigError, match=says) as raised:
         load_config(None, words)
     assert raised.value.path == path
+
+
+def test_a_least_size_needs_healing_which_the_launcher_may_have_set():
+    config = load_config(None, ["backend=data_parallel", "world.min_size=2"])
+    facts = Hardware(size=2, local_size=2)
+    with pytest.raises(ConfigError, match="world.heal=true") as raised:
+        make_plan(config, facts)
+    assert raised.value.path == "world.min_size"
+    assert make_plan(as_launched(config, to_environment({"heal": True})), facts).size == 2
 
 
 def test_the_launcher_tells_the_ranks():

@@ -331,3 +331,8 @@ def test_local_layers(words, path, says):
     error = refused(words)
     assert error.path == path
     assert says in str(error)
+
+
+def test_a_rank_of_powersgd_that_the_script_has_set():
+    backend = {"name": "data_parallel", "compression": "powersgd", "powersgd_rank": 2}
+    assert load_config({"backend": backend}).backend.powersgd_rank == 2
