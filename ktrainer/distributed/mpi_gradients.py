@@ -282,10 +282,12 @@ class MpiGradients(GradientCollectives):
         self, gradients: list[tf.Tensor], weight: tf.Tensor, order: InOrder, compressed: bool
     ) -> list[tf.Tensor]:
         """The sums of dense gradients of one dtype."""
-        parts = gradients if tf.executing_eagerly() else _private(gradients)
         call = self._timed(self.sum_bucket if compressed else self.sum_uncompressed)
+        parts = gradients
+        if not tf.executing_eagerly():
+            parts, call = _private(gradients), _in_shape(call, gradients)
         outputs = order.on_host(call, [weight, *parts], [part.dtype for part in parts])
-        return [tf.ensure_shape(x, g.shape) for x, g in zip(outputs, gradients, strict=True)]
+        return [tf.reshape(x, _shape_of(g)) for x, g in zip(outputs, gradients, strict=True)]
 
     def _reduce_slices(
         self, slices: tf.IndexedSlices, weight: tf.Tensor, order: InOrder
@@ -345,6 +347,16 @@ def _shape_of(gradient: tf.Tensor) -> Any:
     return gradient.shape if known else tf.shape(gradient)
 
 
+def _in_shape(call: Callable[..., Any], gradients: Sequence[tf.Tensor]) -> Callable[..., Any]:
+    """A host function of flat arrays: `call` with those in the shapes of gradients, if known."""
+    shapes = [g.shape.as_list() if g.shape.is_fully_defined() else [-1] for g in gradients]
+
+    def shaped(weight: np.ndarray, *flat: np.ndarray) -> Any:
+        return call(weight, *(x.reshape(s) for x, s in zip(flat, shapes, strict=True)))
+
+    return shaped
+
+
 @cache
 def _flat_shape() -> tf.Tensor:
     """The handle of a variable that is [-1], which TensorFlow does not know as it optimizes a step,
@@ -356,12 +368,13 @@ def _flat_shape() -> tf.Tensor:
 
 
 def _private(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Gradients in memory that is read by what they are given to and by nothing else.
+    """Gradients, flat, in memory that is read by what they are given to and by nothing else.
 
     A snapshot is a copy, unless TensorFlow finds that nothing else will read the memory of its
     input and hands that on, which is the usual case. Its optimizer could still let two readers have
     one snapshot: by making equal ones once (each has an attribute of its own), or by replacing that
-    of a constant by the constant (nothing of the shape that it is given is known before the step).
+    of a constant by the constant (nothing of the shape that it is given is known before the step;
+    with their own shapes after it, the snapshots would not stay).
     """
     shape = tf.raw_ops.ReadVariableOp(resource=_flat_shape(), dtype=tf.int32)
     keep_outside_xla(shape.op)
@@ -370,8 +383,7 @@ def _private(gradients: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         flat = tf.raw_ops.Reshape(tensor=gradient, shape=shape)
         snapshot = tf.raw_ops.Snapshot(input=flat)
         snapshot.op._set_attr("_ktrainer_copy", tf.compat.v1.AttrValue(i=next(_copies)))
-        shaped = tf.reshape(snapshot, _shape_of(gradient))
-        for op in (flat.op, snapshot.op, shaped.op):
+        for op in (flat.op, snapshot.op):
             keep_outside_xla(op)
-        snapshots.append(shaped)
+        snapshots.append(snapshot)
     return snapshots

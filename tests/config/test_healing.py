@@ -42,7 +42,7 @@ def test_refused(words, path, says):
 def test_a_least_size_needs_healing_which_the_launcher_may_have_set():
     config = load_config(None, ["backend=data_parallel", "world.min_size=2"])
     facts = Hardware(size=2, local_size=2)
-    with pytest.raises(ConfigError, match="world.heal=true") as raised:
+    with pytest.raises(ConfigError, match="--heal") as raised:
         make_plan(config, facts)
     assert raised.value.path == "world.min_size"
     assert make_plan(as_launched(config, to_environment({"heal": True})), facts).size == 2
