@@ -256,8 +256,7 @@ def _from_service(
             path="data.shard",
             value=settings.config.shard,
         )
-    several = settings.world.size > 1 or service.workers_per_dispatcher > 1
-    if settings.batches_per_epoch is not None and not round_robin and several:
+    if settings.batches_per_epoch is not None and not round_robin:
         raise ConfigError(
             "passes that are read first come first served differ in length and cannot be continued "
             "inside, as epochs of steps_per_epoch batches are: leave steps_per_epoch out (each "
