@@ -77,7 +77,9 @@ def configure_for_verify(config: Config) -> Config:
     )
     if run.role == "unsplit":
         trainer = replace(trainer, xla=False)
-        config = config.with_changes(backend=LocalConfig(), world=replace(config.world, heal=False))
+        config = config.with_changes(
+            backend=LocalConfig(), world=replace(config.world, heal=False, min_size=1)
+        )
     return config.with_changes(
         trainer=trainer,
         seed=SEED if config.seed is None else config.seed,
