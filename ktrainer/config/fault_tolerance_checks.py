@@ -50,13 +50,13 @@ def check_healing(config: Config) -> None:
 
 
 def _check_no_growth(world: WorldConfig) -> None:
-    for key, value in {"replace": world.replace, "max_size": world.max_size}.items():
-        if value:
+    for key in ("replace", "max_size"):
+        if getattr(world, key):
             raise ConfigError(
                 "needs world.heal=true, which lets processes join and leave a run. Set it, or "
                 "leave this key out.",
                 path=f"world.{key}",
-                value=value,
+                value=getattr(world, key),
             )
 
 

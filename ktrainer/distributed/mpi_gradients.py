@@ -41,14 +41,9 @@ from ktrainer.distributed.elastic_world import ElasticWorld
 from ktrainer.distributed.host_groups import HostGroups, open_host_groups
 from ktrainer.distributed.mpi_communicator import MpiComm
 from ktrainer.distributed.mpi_rows import gather_rows
-from ktrainer.distributed.shared_memory import (
-    SharedMemory,
-    open_shared_memory,
-    rows_at_once,
-    weigh,
-)
+from ktrainer.distributed.shared_memory import SharedMemory, open_shared_memory, rows_at_once
 from ktrainer.distributed.sixteen_bits import convert
-from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place
+from ktrainer.distributed.sum_in_place import reduce_in_pieces, sum_in_place, weigh
 from ktrainer.state.trace_spans import COLLECTIVES, add_span, is_tracing
 
 

@@ -30,7 +30,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ktrainer.distributed.sum_in_place import MOST_RANKS, PIECE_BYTES, Views, add_up, segments_of
+from ktrainer.distributed.sum_in_place import (
+    MOST_RANKS,
+    PIECE_BYTES,
+    Views,
+    add_up,
+    segments_of,
+    weigh,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -119,15 +126,6 @@ class SharedMemory:
                     found[:] = part[: len(found)]
             taken += at_once
         return gathered
-
-
-def weigh(array: np.ndarray, weight: float, to: np.ndarray | None = None) -> None:
-    """Write `weight * array` to another array, or in its place; an overflow is an inf."""
-    if weight != 1:
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.multiply(array, weight, out=array if to is None else to)
-    elif to is not None:
-        to[:] = array
 
 
 def rows_at_once(arrays: Sequence[np.ndarray]) -> int:

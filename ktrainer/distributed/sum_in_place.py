@@ -118,6 +118,15 @@ def segments_of(array: np.ndarray, ranks: int) -> Views:
     return [array[rank * length : (rank + 1) * length] for rank in range(ranks)]
 
 
+def weigh(array: np.ndarray, weight: float, to: np.ndarray | None = None) -> None:
+    """Write `weight * array` to another array, or in its place; an overflow is an inf."""
+    if weight != 1:
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.multiply(array, weight, out=array if to is None else to)
+    elif to is not None:
+        to[:] = array
+
+
 def add_up(total: np.ndarray, parts: Sequence[np.ndarray]) -> None:
     """Write the sum of two or more arrays, in their order, into `total`, which is one of them.
 

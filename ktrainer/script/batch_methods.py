@@ -21,7 +21,7 @@ from ktrainer.steps import Program
 from ktrainer.steps.metric_reduction import global_results
 from ktrainer.training.evaluation import evaluate, predict
 from ktrainer.verify.first_update_check import UpdateFacts
-from ktrainer.verify.known_differences import known_differences
+from ktrainer.verify.known_differences import known_differences, print_new
 from ktrainer.verify.update_split import split_of
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ class BatchMethods:
         self._specs: WeakKeyDictionary[Program, dict[Any, Any]] = WeakKeyDictionary()
         self._equal: WeakSet[Program] = WeakSet()
         self._said = False
-        self._lines: set[str] = set()  # printed
 
     def train_on_batch(
         self,
@@ -102,13 +101,13 @@ class BatchMethods:
             sample_weight = _weights_of_classes(y, sample_weight, class_weight)
         program, batch = self._open("train", model, (x, y, sample_weight))
         with self.trainer.backend.watching():
-            cut = self.trainer.config.backend.name == "pipeline"
-            if cut and program not in self._equal:  # while each process has all of the model
-                self._say_differences(model, batch)
+            is_new, cut = program not in self._equal, self.trainer.config.backend.name == "pipeline"
+            if is_new and cut:  # look at it while each process has all of the model
+                self._print_differences(model, batch)
             program.build(batch.spec)
-            if not cut and program not in self._equal:
-                self._say_differences(model, batch)
-            if program not in self._equal:  # the optimizer's, too, which evaluating has not made
+            if is_new and not cut:
+                self._print_differences(model, batch)
+            if is_new:  # the optimizer's variables, too, which evaluating has not made
                 broadcast_model(model, self.trainer.world, traced=True)
                 self._equal.add(program)
                 program.shared_variables = len(model.variables)
@@ -149,14 +148,12 @@ class BatchMethods:
             broadcast_once(program, self.trainer.world)
             return predict(program, batch, _no_callbacks(model), self.trainer.world)
 
-    def _say_differences(self, model: keras.Model, batch: OneBatch) -> None:
-        """Print what of a model cannot equal one process, each line once."""
+    def _print_differences(self, model: keras.Model, batch: OneBatch) -> None:
+        """Print what of a model cannot equal one process."""
         trainer = self.trainer
         split = replace(split_of(trainer.config, trainer.plan), accumulate=1)
-        for line in known_differences(model, batch, split, UpdateFacts()):
-            if line not in self._lines and trainer.world.is_root:
-                print(f"ktrainer: {line}", file=sys.stderr, flush=True)
-            self._lines.add(line)
+        lines = known_differences(model, batch, split, UpdateFacts())
+        print_new(lines, trainer.state.differences_said, trainer.world)
 
     def _say_what_has_no_effect(self) -> None:
         """Name, at the first update of a script that has not called `fit`, the keys that

@@ -416,9 +416,9 @@ class Loop:
         for batches in updates:
             progress.advance(sum(batch.global_examples for batch in batches))
             if self.program.counts_metrics:
-                counted.examples += sum(batch.examples for batch in batches)
-                counted.last = batches[-1].examples
                 counted.of_update = sum(batch.examples for batch in batches)
+                counted.examples += counted.of_update
+                counted.last = batches[-1].examples
         counted.logs = logs
         self.world.step = progress.step  # for messages of what follows a call of several updates
         progress.elapsed = time.monotonic() - self._started

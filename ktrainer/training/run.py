@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -41,7 +40,7 @@ from ktrainer.tuning.learning_rate_range import range_test_callbacks
 from ktrainer.tuning.range_test_mode import current_range_test
 from ktrainer.tuning.sweep_reports import add_sweep_reports
 from ktrainer.verify.first_update_check import check_first_update
-from ktrainer.verify.known_differences import known_differences
+from ktrainer.verify.known_differences import known_differences, print_new
 from ktrainer.verify.update_recorder import UnsplitUpdates, recorded_callbacks, recorded_run
 from ktrainer.verify.update_split import Split, split_of
 from ktrainer.verify.verify_mode import current_verify_run
@@ -262,15 +261,8 @@ class Run:
         facts = check_first_update(model, feeds, context.config, context.plan, context.world)
         state.differences = tuple(known_differences(model, state.feed, split, facts))
         if str(self.call.verbose) == "0" and context.config.logging.progress == "none":
-            self._say_differences()  # the script wants no progress bar; this is none
-
-    def _say_differences(self) -> None:
-        """Print, where there is no display, each line once for all fits."""
-        new = [line for line in self.state.differences if line not in self.state.differences_said]
-        self.state.differences_said.update(new)
-        if self.context.world.is_root:
-            for line in new:
-                print(f"ktrainer: {line}", file=sys.stderr, flush=True)
+            # The script wants no progress bar; this is none.
+            print_new(state.differences, state.differences_said, context.world)
 
     def _call_facts(self) -> dict[str, str]:
         """Facts that are the same when the script calls this `fit` again, but for the seed of the

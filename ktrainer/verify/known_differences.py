@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 
 from ktrainer.data import Feed
+from ktrainer.distributed import World
 from ktrainer.steps.local_layers import local_paths
 from ktrainer.steps.optimizers import is_linear
 from ktrainer.verify.first_update_check import UpdateFacts, first_line
@@ -34,6 +36,14 @@ def known_differences(
         yield from _differences(model, feed, split, facts)
     except Exception as error:
         yield f"differences from one process cannot be listed: {first_line(error)}"
+
+
+def print_new(lines: Iterable[str], printed: set[str], world: World) -> None:
+    """Print, on rank 0, the lines that are not in `printed` yet, and add them to it."""
+    new = [line for line in lines if line not in printed]
+    printed.update(new)
+    for line in new if world.is_root else ():
+        print(f"ktrainer: {line}", file=sys.stderr, flush=True)
 
 
 def _differences(model: keras.Model, feed: Feed, split: Split, facts: UpdateFacts) -> Iterator[str]:

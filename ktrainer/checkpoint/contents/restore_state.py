@@ -57,7 +57,7 @@ def pair_variables(
         CheckpointError: on all ranks, if the arrays do not fit all of the model.
     """
     problems = _build_optimizers(model, state.get("optimizers", [])) if optimizers else []
-    kinds = ("model/", "seed/", *(["optimizer/"] if optimizers else []))
+    kinds = kinds_of_arrays(optimizers)
     named = [(name, v) for name, v in named_variables(model) if name.startswith(kinds)]
     pairs, mismatches = match_arrays(_part(saved, *kinds), named)
     problems += [*mismatches, *powersgd_problems(model, saved, state)]
@@ -74,6 +74,11 @@ def pair_variables(
         )
     placement = placement_of(model)
     return [(v, key) for v, key in pairs if key == SEED or placement is None or placement.holds(v)]
+
+
+def kinds_of_arrays(optimizers: bool) -> tuple[str, ...]:
+    """How the names of arrays begin that `pair_variables` pairs."""
+    return ("model/", "seed/", "optimizer/") if optimizers else ("model/", "seed/")
 
 
 def pair_attributes(model: Any, saved: Arrays, world: World) -> Pairs:

@@ -19,6 +19,7 @@ from ktrainer.checkpoint.contents.capture_state import Arrays, named_variables
 from ktrainer.checkpoint.contents.local_state import arrays_of_rank
 from ktrainer.checkpoint.contents.restore_state import (
     COUNTER,
+    kinds_of_arrays,
     pair_variables,
     reordered,
     vocabulary_problems,
@@ -198,7 +199,7 @@ def _fill(
     """
     _check_vocabularies(model, state, of_function)
     optimizers = whole and model.compiled
-    kinds = ("model/", "seed/", *(["optimizer/"] if optimizers else []))
+    kinds = kinds_of_arrays(optimizers)
     names = [name for name, _ in named_variables(model) if name.startswith(kinds)]
     of_loop = _state_of_loop(state, arrays) - set(names)
     arrays = {n: a for n, a in arrays.items() if n.startswith(kinds) and n not in of_loop}
